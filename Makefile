@@ -1,0 +1,39 @@
+# `make run` and `make test` start from nothing: they make .venv, install, and go.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# A machine with an NVIDIA driver takes the CUDA build of torch that the index serves; any other the CPU build.
+CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
+
+.PHONY: run test lint types check clean
+
+$(VENV)/.installed: pyproject.toml constraints-cpu.txt $(wildcard setup.py kernels/native/*.cpp kernels/native/*.h)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[dev]'
+	touch $@
+
+run: $(VENV)/.installed
+	$(BIN)/batchllm models pull smollm2-135m
+	$(BIN)/python jobs/make_data.py
+	$(BIN)/batchllm run jobs/summarise.yaml
+	$(BIN)/batchllm query "select finish_reason, count(*) as num_rows, round(avg(ttft_s), 3) as ttft_s, round(avg(tpot_s), 4) as tpot_s, sum(completion_tokens) as tokens from completions group by 1" jobs/summarise.yaml
+
+test: $(VENV)/.installed-dev
+	$(BIN)/batchllm models pull smollm2-135m
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,1 @@
+"""The engine: scheduler, KV blocks, steps, sampling."""

@@ -1,0 +1,1 @@
+"""Models: configuration, decoder, loaders, tokenizers."""

@@ -1,0 +1,1 @@
+"""The plan: prefix tree, order, lifetimes and cost. No torch."""
