@@ -197,7 +197,7 @@ class Sampler:
         return Sampled(token_ids=host_ids, bad_rows=bad_rows, logprobs=entries)
 
     def _to_device(self, values: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device=self._device, dtype=dtype)
+        return torch.from_numpy(values.copy()).to(device=self._device, dtype=dtype)
 
     def _edit(
         self,
