@@ -7,7 +7,8 @@ length: top-k keeps k; top-p the shortest prefix that holds at least p of what t
 A row's bits depend on that row alone. It is normalised by softmax and summed by `cumsum`, which walk each row by
 itself, or by `sum` over short fixed runs; never by one `sum` over the row, which splits a lone row over the threads.
 Ranking reads the best `WIDTHS[0]` tokens first, more only where the cut lies behind them, and gives the same sums,
-bit for bit, whatever the width, because a prefix sum does not see what follows.
+bit for bit, whatever the width, because a prefix sum does not see what follows. This holds on the CPU; a GPU may group
+the float64 sums by the shape of the batch, which moves a cut by about 1e-16.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _rank(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]
 def draw(logits: torch.Tensor, rows: DrawRows) -> torch.Tensor:
     """One token id per row, int64. `logits` float32 `[num_rows, vocabulary]`: no NaN, and each row's best is finite."""
     best = logits.amax(dim=1, keepdim=True)
-    weights = torch.softmax((logits - best) / rows.temperature[:, None], dim=1)
+    weights = torch.softmax((logits - best).div_(rows.temperature[:, None]), dim=1)
     ranked = (rows.top_k < logits.shape[1]) | (rows.top_p < 1.0)
     token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     by_id = torch.nonzero(~ranked).squeeze(1)
@@ -96,9 +97,12 @@ def draw(logits: torch.Tensor, rows: DrawRows) -> torch.Tensor:
 
 def _draw_by_id(weights: torch.Tensor, rows: DrawRows) -> torch.Tensor:
     """Rows with neither top-k nor top-p: no ranking. In the order of the ids, find the run, then the token in it."""
-    threshold = rows.min_p[:, None] * weights.amax(dim=1, keepdim=True)
-    weights = weights.masked_fill(weights < threshold, 0.0)
-    runs = torch.nn.functional.pad(weights, (0, -weights.shape[1] % _RUN)).unflatten(1, (-1, _RUN))
+    if bool((rows.min_p > 0.0).any()):
+        threshold = rows.min_p[:, None] * weights.amax(dim=1, keepdim=True)
+        weights = weights.masked_fill(weights < threshold, 0.0)
+    num_missing = -weights.shape[1] % _RUN
+    padded = torch.nn.functional.pad(weights, (0, num_missing)) if num_missing else weights
+    runs = padded.unflatten(1, (-1, _RUN))
     cumulative = runs.sum(dim=2).cumsum(dim=1, dtype=torch.float64)
     target = _clamp_below(rows.uniform * cumulative[:, -1], cumulative[:, -1])
     run = torch.searchsorted(cumulative, target[:, None], right=True)

@@ -15,6 +15,7 @@ Per step the work in Python is a fixed number of array operations; only rows tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -103,7 +104,7 @@ class Sampler:
         row_index: int,
         sample_index: int,
         prompt_ids: np.ndarray,
-        output_ids: np.ndarray | list[int] = (),  # type: ignore[assignment]
+        output_ids: np.ndarray | Sequence[int] = (),
         ending_ids: tuple[int, ...] = (),
     ) -> None:
         """Start a row in a free slot. After a preemption `output_ids` are the tokens it has generated already.
