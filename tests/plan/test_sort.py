@@ -32,8 +32,9 @@ def expected(sequences: list[list[int]]) -> tuple[list[int], list[int]]:
 
 
 trees = st.lists(
-    st.lists(st.sampled_from([[0], [1], [2, 2, 2, 2], [255, 256, 0], [2**31 - 2] * 7, [5] * 16]), min_size=1, max_size=9)
-    .map(lambda parts: [token for part in parts for token in part]),
+    st.lists(
+        st.sampled_from([[0], [1], [2, 2, 2, 2], [255, 256, 0], [2**31 - 2] * 7, [5] * 16]), min_size=1, max_size=9
+    ).map(lambda parts: [token for part in parts for token in part]),
     max_size=40,
 )
 
