@@ -20,7 +20,7 @@ def block_owner(tree: PrefixTree, *, position: np.ndarray, block: np.ndarray, bl
     `position` and `block` are int arrays of one shape.
     """
     last_token = (np.asarray(block, dtype=np.int64) + 1) * block_size - 1
-    # Slot -1 of each stands for "no node". From the leaf up, the first node that starts at or before the token holds it.
+    # Slot -1 of each stands for "no node". From the leaf up, the first node that starts early enough holds the token.
     end = np.append(tree.end, np.int32(0))
     start = np.append(tree.start, np.int32(0))
     parent = np.append(tree.parent, np.int32(NO_NODE))

@@ -78,7 +78,7 @@ def _before_in_family(family: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _add_ancestors(offset: np.ndarray, parent: np.ndarray) -> np.ndarray:
-    """Each node's offset plus those of all nodes above it, by pointer doubling: rounds grow with the log of the depth."""
+    """Each node's offset plus those of all nodes above it, by pointer doubling: log2(depth) rounds."""
     total = np.append(offset, 0)
     above = np.append(parent, NO_NODE).astype(np.int64)
     while (above != NO_NODE).any():

@@ -38,8 +38,8 @@ class Plan:
     """The order of a batch and its prefix tree, all over plan positions `[0, N)`.
 
     `order` int64 `[N]`: the prompt (number in the store) at each position. `shared_tokens` int32 `[N]`: leading tokens
-    that some earlier position has too, always the one just before. `prompt_tokens` int32 `[N]` and `decode_tokens` int64
-    `[N]`: the prompt's length, and the most it may generate over all its samples.
+    that some earlier position has too, always the one just before. `prompt_tokens` int32 `[N]`: the prompt's length.
+    `decode_tokens` int64 `[N]`: the most it may generate over all its samples.
     """
 
     order: np.ndarray
@@ -73,8 +73,8 @@ def make_plan(
 ) -> Plan:
     """Plans all prompts of `store`. Memory stays below about 100 bytes a prompt plus three times `window_bytes`.
 
-    Without `prefix_sharing` nothing is sorted and the tree is empty. `max_model_tokens` (prompt and completion together)
-    caps what a prompt may generate. Raises `InputError` if the staged tokens are cut short.
+    Without `prefix_sharing` nothing is sorted and the tree is empty. `max_model_tokens`, of prompt and completion, caps
+    what a prompt may generate. Raises `InputError` if the staged tokens are cut short.
     """
     if prefix_sharing:
         tokens = sort_sequences(

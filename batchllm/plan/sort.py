@@ -109,7 +109,7 @@ def _shared_with_previous(key: np.ndarray, rank: np.ndarray) -> np.ndarray:
 
 
 def _still_tied(position: np.ndarray, *, tied: np.ndarray, longer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions in groups that tie over the whole window and in which at least one sequence goes on, with group numbers."""
+    """Positions, with group numbers, of the groups that tie over the whole window and in which a sequence goes on."""
     begin = np.flatnonzero(~tied)
     size = np.diff(np.append(begin, len(tied)))
     goes_on = np.logical_or.reduceat(longer, begin) & (size > 1)
@@ -156,7 +156,7 @@ def _runs(start: np.ndarray, count: np.ndarray) -> Iterator[slice]:
 
 
 def _read_exactly(descriptor: int, tokens: np.ndarray, *, offset_bytes: int) -> None:
-    view = memoryview(tokens).cast("B")
+    view = memoryview(tokens.data).cast("B")
     done = 0
     while done < len(view):
         got = os.preadv(descriptor, [view[done:]], offset_bytes + done)

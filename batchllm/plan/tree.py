@@ -11,7 +11,7 @@ NO_NODE = -1
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """Runs of tokens that two or more prompts share; node numbers are in depth-first order, a parent before its children.
+    """Runs of tokens that two or more prompts share; nodes are numbered depth-first, a parent before its children.
 
     Per node, `[M]`: `parent` int32 (-1 at the root), `start` and `end` int32 (the node's tokens are those at depths
     `[start, end)` of each prompt below it), `first` and `last` int64 (the prompts below it hold the plan positions
@@ -101,7 +101,7 @@ def number_depth_first(
 
 
 def shared_with_previous(tree: PrefixTree) -> np.ndarray:
-    """int32 `[N]`: tokens each plan position shares with the one before; by the tree's order the most with any before."""
+    """int32 `[N]`: tokens each plan position shares with the one before it, the most it shares with any before."""
     shared = np.append(tree.end, np.int32(0))[tree.leaf_node]
     # A position that opens nodes shares only what lies above the root-most of them.
     np.minimum.at(shared, tree.first, tree.start)
