@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchllm.engine.prompt import SamplingParams
+from batchllm.prompt import SamplingParams
 from batchllm.plan.order import blend_order
 from batchllm.plan.plan import expected_decode_tokens, make_plan
 from batchllm.plan.sort import sort_sequences

@@ -69,8 +69,12 @@ class Scheduler:
         num_positions: int,
         num_blocks: int,
         load: Callable[[int], WaitingSequence | None],
+        on_preempt: Callable[[int], None] = lambda slot: None,
     ) -> None:
-        """`load(position)` reads the sequence at a plan position; None for one that cannot run and was answered already."""
+        """`load(position)` reads the sequence at a plan position; None for one that cannot run and was answered already.
+
+        `on_preempt(slot)` is told before a running sequence leaves its slot.
+        """
         self.config = config
         self.pool = BlockPool(num_blocks)
         self.residency = TreeResidency(tree=tree, pool=self.pool, block_size=config.block_size)
@@ -84,11 +88,16 @@ class Scheduler:
         """By slot: prompt tokens that were not computed for this sequence since its last admission."""
         self._paths: dict[int, list[int]] = {}
         self._load = load
+        self._on_preempt = on_preempt
         self._num_positions = num_positions
         self._next_position = 0
         self._deferred: list[WaitingSequence] = []
         self._preempted: list[tuple[int, WaitingSequence]] = []
         self._step = 0
+        self.num_allocated = 0
+        """Blocks handed out so far."""
+        self.num_unfilled_slots = 0
+        """Token slots of blocks given back that never held a token."""
         self._expected_share = 1.0
         """Completion tokens of finished sequences over those they were allowed: how much growth to reserve."""
         self._finished_tokens = 0
@@ -141,12 +150,13 @@ class Scheduler:
         if self._finished_allowed:
             self._expected_share = self._finished_tokens / self._finished_allowed
         for slot in slots:
-            self.pool.release(table.blocks(int(slot)))
+            self._leave(int(slot))
             self._paths.pop(int(slot))
         table.remove(slots)
 
     def preempt(self, slot: int) -> WaitingSequence:
         """Takes a running sequence off the machine; it keeps its tokens and waits for admission again."""
+        self._on_preempt(slot)
         table = self.table
         sequence = WaitingSequence(
             position=int(table.position[slot]),
@@ -155,10 +165,19 @@ class Scheduler:
             max_tokens=int(table.max_tokens[slot]),
         )
         self.residency.readmit(self._paths.pop(slot))
-        self.pool.release(table.blocks(slot))
+        self._leave(slot)
         table.remove(np.array([slot]))
         heapq.heappush(self._preempted, (sequence.position, sequence))
         return sequence
+
+    def _leave(self, slot: int) -> None:
+        table = self.table
+        self.num_unfilled_slots += int(table.num_blocks[slot]) * self.config.block_size - int(table.num_computed[slot])
+        self.pool.release(table.blocks(slot))
+
+    def _allocate(self, count: int) -> np.ndarray:
+        self.num_allocated += count
+        return self.pool.allocate(count)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when blocks or references do not add up; when nothing runs or waits, all must be free."""
@@ -191,7 +210,7 @@ class Scheduler:
             step.preempted.append(victim)
             self.preempt(victim)
         if needy.size:
-            blocks = self.pool.allocate(needy.size)
+            blocks = self._allocate(needy.size)
             table.block_table[needy, table.num_blocks[needy]] = blocks
             table.num_blocks[needy] += 1
         return decoding
@@ -274,7 +293,7 @@ class Scheduler:
         shared = np.array(hit.blocks, dtype=np.int32)
         self.pool.share(shared)
         table.append_blocks(slot, shared)
-        own = self.pool.allocate(num_blocks_for(sequence.tokens.size, self.config.block_size) - shared.size)
+        own = self._allocate(num_blocks_for(sequence.tokens.size, self.config.block_size) - shared.size)
         table.append_blocks(slot, own)
         if hit.copy_from >= 0:
             step.copies.append((hit.copy_from, int(own[0])))

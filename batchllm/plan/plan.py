@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from batchllm.engine.prompt import SamplingParams
+from batchllm.prompt import SamplingParams
 from batchllm.plan.order import blend_order
 from batchllm.plan.sort import sort_sequences
 from batchllm.plan.tree import PrefixTree, build_tree, shared_with_previous

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.engine.prompt import SamplingParams
+from batchllm.prompt import SamplingParams
 from batchllm.plan.plan import expected_decode_tokens, make_plan
 
 Stage = Callable[..., Any]
