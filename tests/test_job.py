@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchllm.engine.prompt import SamplingParams
+from batchllm.prompt import SamplingParams
 from batchllm.errors import JobError
 from batchllm.job import Job, load_job, parse_size
 from batchllm.job_file import fill_dates

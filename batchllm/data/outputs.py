@@ -30,7 +30,7 @@ from batchllm.data.parts import (
     visible_parts,
     write_part,
 )
-from batchllm.engine.prompt import Completion
+from batchllm.prompt import Completion
 from batchllm.errors import OutputError
 
 

@@ -22,7 +22,7 @@ import torch
 
 from batchllm.engine.filters import DrawRows, draw, leading_ids
 from batchllm.engine.penalties import SeenTokens, TokenOffsets
-from batchllm.engine.prompt import SamplingParams
+from batchllm.prompt import SamplingParams
 from batchllm.engine.random_streams import stream_key, uniforms
 
 GREEDY_TEMPERATURE = 1e-3

@@ -25,7 +25,7 @@ from batchllm.data.kept import KeptRows
 from batchllm.data.outputs import OutputFolder, OutputWriter, PartLimits
 from batchllm.data.results import query
 from batchllm.data.schema import completion_schema
-from batchllm.engine.prompt import Completion
+from batchllm.prompt import Completion
 from batchllm.errors import JobError, OutputError, RunLockedError
 
 FINGERPRINT: dict[str, object] = {"model": "m", "sampling.top_p": 1.0, "date": "2026-11-29"}
