@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
-from batchllm.prompt import SamplingParams
 from batchllm.plan.order import blend_order
 from batchllm.plan.plan import expected_decode_tokens, make_plan
 from batchllm.plan.sort import sort_sequences
 from batchllm.plan.tree import build_tree, shared_with_previous
+from batchllm.prompt import SamplingParams
 
 VOCABULARY = 49152
 ROWS_AT_ONCE = 4096

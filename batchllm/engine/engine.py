@@ -29,15 +29,28 @@ _MAX_LOGIT_ROWS = 128
 """Rows whose logits exist at once: 25 MB for a vocabulary of 49,152."""
 
 
-class Decoder(Protocol):
-    """The model as the engine calls it. Shapes as in `batchllm.models.decoder`."""
+class DecoderConfig(Protocol):
+    """What the engine must know of a model."""
 
     @property
-    def kv_shape(self) -> KvShape: ...
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
     @property
     def max_context(self) -> int: ...
+
+
+class Decoder(Protocol):
+    """The model as the engine calls it. Shapes as in `batchllm.models.decoder`."""
+
+    @property
+    def config(self) -> DecoderConfig: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -45,7 +58,6 @@ class Decoder(Protocol):
 
     def forward(
         self,
-        *,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
@@ -57,6 +69,12 @@ class Decoder(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+def kv_shape(decoder: Decoder) -> KvShape:
+    """What `decoder` keeps of a token."""
+    config = decoder.config
+    return KvShape(config.num_layers, config.num_kv_heads, config.head_dim, decoder.dtype)
 
 
 class Vocabulary(Protocol):
@@ -141,9 +159,9 @@ class Engine:
         self._plan = plan
         self._started_at = started_at
         self._kv = make_pool(
-            decoder.kv_shape, num_blocks=config.num_blocks, block_size=config.block_size, device=decoder.device
+            kv_shape(decoder), num_blocks=config.num_blocks, block_size=config.block_size, device=decoder.device
         )
-        self._sampler = Sampler(vocab_size=decoder.vocab_size, device=decoder.device, job_seed=seed)
+        self._sampler = Sampler(vocab_size=decoder.config.vocab_size, device=decoder.device, job_seed=seed)
         self._stopping = Stopping(
             eos_ids=sorted(vocabulary.eos_ids),
             token_bytes=vocabulary.token_bytes,
@@ -156,7 +174,7 @@ class Engine:
                 block_size=config.block_size,
                 max_step_tokens=config.max_step_tokens,
                 max_sequences=config.max_sequences,
-                max_context=decoder.max_context,
+                max_context=decoder.config.max_context,
             ),
             tree=plan.tree,
             num_positions=plan.num_prompts,
@@ -207,7 +225,7 @@ class Engine:
         prompt = int(self._plan.order[position])
         params = self._store.sampling[int(self._store.sampling_id[prompt])]
         tokens = self._store.tokens(prompt)
-        context = self.decoder.max_context
+        context = self.decoder.config.max_context
         max_tokens = min(tokens.size + params.max_tokens, context)
         # The last token generated is never read, so its KV needs no slot.
         needed = num_blocks_for(max_tokens - 1, self.config.block_size)
@@ -233,9 +251,7 @@ class Engine:
             )
             return None
         self._records[position] = record
-        return WaitingSequence(
-            position=position, tokens=tokens, prompt_length=tokens.size, max_tokens=max_tokens
-        )
+        return WaitingSequence(position=position, tokens=tokens, prompt_length=tokens.size, max_tokens=max_tokens)
 
     def _note_admissions(self, step: ScheduledStep) -> None:
         table, now = self.scheduler.table, time.monotonic()

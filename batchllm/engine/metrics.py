@@ -29,7 +29,7 @@ class StepLog:
     def append(self, values: Mapping[str, float | int]) -> None:
         """One step; `values` has every column."""
         for name, column in self.columns.items():
-            column.append(values[name])  # type: ignore[arg-type]
+            column.append(values[name])
 
     def __len__(self) -> int:
         return len(self.columns["start_s"])

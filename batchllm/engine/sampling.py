@@ -22,8 +22,8 @@ import torch
 
 from batchllm.engine.filters import DrawRows, draw, leading_ids
 from batchllm.engine.penalties import SeenTokens, TokenOffsets
-from batchllm.prompt import SamplingParams
 from batchllm.engine.random_streams import stream_key, uniforms
+from batchllm.prompt import SamplingParams
 
 GREEDY_TEMPERATURE = 1e-3
 """Temperatures up to this are greedy: only tokens within some 0.01 nat could differ, less than bf16 rounds by."""
@@ -198,7 +198,7 @@ class Sampler:
         return Sampled(token_ids=host_ids, bad_rows=bad_rows, logprobs=entries)
 
     def _to_device(self, values: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device=self._device, dtype=dtype)
+        return torch.from_numpy(values.copy()).to(device=self._device, dtype=dtype)
 
     def _edit(
         self,

@@ -35,21 +35,20 @@ def size_engine(
 ) -> EngineConfig:
     """The sizes to run `plan` with. Raises JobError when the KV memory that the job names holds no block."""
     on_gpu = device.type == "cuda"
-    if max_sequences == "auto":
-        max_sequences = GPU_SEQUENCES if on_gpu else CPU_SEQUENCES
-    max_sequences = max(1, min(max_sequences, plan.num_prompts))
-    if max_step_tokens == "auto":
-        max_step_tokens = max(GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS, max_sequences)
+    usual_sequences, usual_tokens = (GPU_SEQUENCES, GPU_STEP_TOKENS) if on_gpu else (CPU_SEQUENCES, CPU_STEP_TOKENS)
+    sequences = usual_sequences if max_sequences == "auto" else max_sequences
+    sequences = max(1, min(sequences, plan.num_prompts))
+    step_tokens = max(usual_tokens, sequences) if max_step_tokens == "auto" else max_step_tokens
     block_bytes = shape.block_bytes(block_size)
     if kv_bytes == "auto":
         available = int(_available_bytes(device) * _MEMORY_SHARE[device.type])
-        num_blocks = max(1, min(available // block_bytes, _most_blocks(plan, max_sequences, max_context, block_size)))
+        num_blocks = max(1, min(available // block_bytes, _most_blocks(plan, sequences, max_context, block_size)))
     else:
         num_blocks = kv_bytes // block_bytes
         if num_blocks == 0:
             raise JobError(f"engine.kv.device: {kv_bytes} bytes hold no block of {block_bytes} bytes; give more")
     return EngineConfig(
-        block_size=block_size, num_blocks=num_blocks, max_step_tokens=max_step_tokens, max_sequences=max_sequences
+        block_size=block_size, num_blocks=num_blocks, max_step_tokens=step_tokens, max_sequences=sequences
     )
 
 

@@ -56,8 +56,14 @@ def build_step(step: ScheduledStep, scheduler: Scheduler, *, chunk: int) -> Step
         sample_rows=first_rows[1:][wanted] - 1,
         sample_slots=slots[wanted],
         plan=_plan_attention(
-            scheduler, slots=slots, counts=counts, starts=starts, first_rows=first_rows, positions=positions,
-            num_decode=step.num_decode, chunk=chunk,
+            scheduler,
+            slots=slots,
+            counts=counts,
+            starts=starts,
+            first_rows=first_rows,
+            positions=positions,
+            num_decode=step.num_decode,
+            chunk=chunk,
         ),
     )
 

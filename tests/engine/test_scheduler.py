@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchllm.engine.blocks import num_blocks_for
-from batchllm.prompt import SamplingParams
 from batchllm.engine.scheduler import Scheduler, SchedulerConfig, WaitingSequence
 from batchllm.engine.step import StepBatch, build_step
 from batchllm.plan.plan import Plan, make_plan
+from batchllm.prompt import SamplingParams
 
 
 class StagedPrompts:
@@ -36,7 +36,9 @@ class StagedPrompts:
 class SymbolicMachine:
     """Runs scheduled steps; the 'model' continues a prefix with a number that depends on all of it."""
 
-    def __init__(self, *, plan: Plan, store: StagedPrompts, config: SchedulerConfig, num_blocks: int, max_new: int, chunk: int) -> None:
+    def __init__(
+        self, *, plan: Plan, store: StagedPrompts, config: SchedulerConfig, num_blocks: int, max_new: int, chunk: int
+    ) -> None:
         self.store, self.plan, self.max_new, self.chunk = store, plan, max_new, chunk
         self.scheduler = Scheduler(
             config=config, tree=plan.tree, num_positions=plan.num_prompts, num_blocks=num_blocks, load=self.load
@@ -47,7 +49,9 @@ class SymbolicMachine:
 
     def load(self, position: int) -> WaitingSequence:
         tokens = self.store.prompts[int(self.plan.order[position])]
-        return WaitingSequence(position=position, tokens=tokens, prompt_length=tokens.size, max_tokens=tokens.size + self.max_new)
+        return WaitingSequence(
+            position=position, tokens=tokens, prompt_length=tokens.size, max_tokens=tokens.size + self.max_new
+        )
 
     @staticmethod
     def next_token(prefix: tuple[int, ...]) -> int:
@@ -126,12 +130,24 @@ class SymbolicMachine:
 
 
 def machine(
-    folder: Path, prompts: list[list[int]], *, max_new: int, block_size: int, budget: int, sequences: int, blocks: int, sharing: bool, chunk: int
+    folder: Path,
+    prompts: list[list[int]],
+    *,
+    max_new: int,
+    block_size: int,
+    budget: int,
+    sequences: int,
+    blocks: int,
+    sharing: bool,
+    chunk: int,
 ) -> SymbolicMachine:
     store = StagedPrompts(folder, prompts, max_new)
     plan = make_plan(store, prefix_sharing=sharing)
     config = SchedulerConfig(
-        block_size=block_size, max_step_tokens=budget, max_sequences=sequences, max_context=max(map(len, prompts)) + max_new
+        block_size=block_size,
+        max_step_tokens=budget,
+        max_sequences=sequences,
+        max_context=max(map(len, prompts)) + max_new,
     )
     return SymbolicMachine(plan=plan, store=store, config=config, num_blocks=blocks, max_new=max_new, chunk=chunk)
 
@@ -197,7 +213,15 @@ def test_each_shared_token_is_computed_once_when_there_is_room(tmp_path: Path) -
 
 def test_duplicates_compute_only_their_last_token_again(tmp_path: Path) -> None:
     runner = machine(
-        tmp_path, [[1, 2, 3, 4, 5, 6, 7, 8]] * 5, max_new=1, block_size=4, budget=1000, sequences=8, blocks=100, sharing=True, chunk=4
+        tmp_path,
+        [[1, 2, 3, 4, 5, 6, 7, 8]] * 5,
+        max_new=1,
+        block_size=4,
+        budget=1000,
+        sequences=8,
+        blocks=100,
+        sharing=True,
+        chunk=4,
     )
     while not runner.scheduler.done:
         runner.step()

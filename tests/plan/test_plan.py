@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.prompt import SamplingParams
 from batchllm.plan.plan import expected_decode_tokens, make_plan
+from batchllm.prompt import SamplingParams
 
 Stage = Callable[..., Any]
 
