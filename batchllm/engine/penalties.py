@@ -82,7 +82,7 @@ class SeenTokens:
 
 
 class TokenOffsets:
-    """What is added to single logits of each slot: its logit bias, and -inf for ids that `min_tokens` forbids so far."""
+    """What is added to single logits of each slot: its bias, and -inf for ids that `min_tokens` forbids so far."""
 
     def __init__(self) -> None:
         self._lengths = np.zeros(0, dtype=np.int64)

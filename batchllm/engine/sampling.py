@@ -172,10 +172,10 @@ class Sampler:
         """
         assert logits.dtype == torch.float32 and logits.shape == (len(slots), self._vocab_size), logits.shape
         columns = self._columns[slots]
-        lowest, highest = torch.aminmax(logits, dim=1)
-        bad_rows = _set_aside(
-            logits, ~(lowest.isfinite() & highest.isfinite()), why="the model gave logits that are not finite"
-        )
+        suspect = torch.nonzero(~logits.sum(dim=1).isfinite()).squeeze(1)  # one pass; a sum may overflow, so look again
+        is_bad = torch.zeros(len(slots), dtype=torch.bool, device=logits.device)
+        is_bad[suspect] = ~logits[suspect].isfinite().all(dim=1)
+        bad_rows = _set_aside(logits, is_bad, why="the model gave logits that are not finite")
 
         wants_logprobs = np.flatnonzero(columns["num_logprobs"] >= 0)
         logprobs = torch.log_softmax(logits[self._to_device(wants_logprobs)], dim=1) if len(wants_logprobs) else None
@@ -184,8 +184,7 @@ class Sampler:
             no_token = ~logits.amax(dim=1).isfinite()
             bad_rows |= _set_aside(logits, no_token, why="the row's settings leave no token to sample")
 
-        token_ids = logits.argmax(dim=1)
-        self._draw(logits, token_ids, positions=positions, columns=columns)
+        token_ids = self._choose(logits, positions=positions, columns=columns)
         host_ids = token_ids.cpu().numpy()
         entries: dict[int, LogprobEntry] = {}
         if logprobs is not None:
@@ -237,11 +236,15 @@ class Sampler:
             logits[rows] = logits[rows].masked_fill(~is_allowed, -torch.inf)
         return bool(len(penalised) or len(shifted) or (allowed is not None and len(allowed.rows)))
 
-    def _draw(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, *, positions: np.ndarray, columns: np.ndarray
-    ) -> None:
-        """Step 4: replace the greedy token of the rows that draw."""
+    def _choose(self, logits: torch.Tensor, *, positions: np.ndarray, columns: np.ndarray) -> torch.Tensor:
+        """Step 4: the token of each row, int64 `[num_rows]`."""
         drawing = np.flatnonzero(columns["temperature"] > 0.0)
+        if not len(drawing):
+            return logits.argmax(dim=1)
+        token_ids = torch.empty(len(columns), dtype=torch.int64, device=logits.device)
+        greedy = self._to_device(np.flatnonzero(columns["temperature"] == 0.0))
+        if len(greedy):
+            token_ids[greedy] = logits[greedy].argmax(dim=1)
         num_rows = max(1, _CHUNK_ELEMENTS // self._vocab_size)
         for start in range(0, len(drawing), num_rows):
             rows = drawing[start : start + num_rows]
@@ -253,11 +256,9 @@ class Sampler:
                 min_p=self._to_device(chosen["min_p"], torch.float32),
                 uniform=self._to_device(uniforms(chosen["key"], positions[rows])),
             )
-            if len(rows) == len(columns):
-                token_ids[:] = draw(logits, settings)
-            else:
-                place = self._to_device(rows)
-                token_ids[place] = draw(logits[place], settings)
+            place = self._to_device(rows)
+            token_ids[place] = draw(logits if len(rows) == len(columns) else logits[place], settings)
+        return token_ids
 
 
 def _set_aside(logits: torch.Tensor, is_bad: torch.Tensor, *, why: str) -> dict[int, str]:
