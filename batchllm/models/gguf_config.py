@@ -14,15 +14,15 @@ _ARCHITECTURES = ("llama", "qwen2")
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _READ = frozenset(
     "block_count context_length embedding_length feed_forward_length attention.head_count attention.head_count_kv "
-    "attention.layer_norm_rms_epsilon attention.key_length attention.value_length attention.sliding_window attention.causal "
-    "rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor rope.scale_linear vocab_size "
-    "expert_count expert_used_count".split()
+    "attention.layer_norm_rms_epsilon attention.key_length attention.value_length attention.sliding_window "
+    "attention.causal rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor rope.scale_linear "
+    "vocab_size expert_count expert_used_count".split()
 )
 _HARMLESS = frozenset("rope.scaling.original_context_length rope.scaling.finetuned".split())
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
-    """Reads the settings of `file`. Raises ModelError that names the key for anything that this program cannot compute."""
+    """Reads the settings of `file`. Raises ModelError that names the key which this program cannot compute."""
     architecture = file.metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise ModelError(

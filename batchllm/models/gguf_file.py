@@ -47,7 +47,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Parses the header. Raises ModelError in one line for a file that is no GGUF, is cut short, or lies about its sizes."""
+    """Parses the header. Raises ModelError for a file that is no GGUF, is cut short, or lies about its sizes."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Cursor(path, data).read_file()

@@ -28,7 +28,7 @@ _PRE_TOKENIZERS = ("gpt-2", "smollm", "llama-bpe", "qwen2")
 
 
 def gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, DeclaredTokens]:
-    """The pipeline and its declared tokens. Raises ModelError for another kind of vocabulary or pre-tokenizer, by name."""
+    """The pipeline and its declared tokens. Raises ModelError that names an unknown vocabulary or pre-tokenizer."""
     file = read_gguf(path)
     config = gguf_config(file)
     kind = file.metadata.get("tokenizer.ggml.model")
@@ -40,8 +40,8 @@ def gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, DeclaredTokens]:
     rule = file.metadata.get("tokenizer.ggml.pre")
     if rule not in _PRE_TOKENIZERS:
         raise ModelError(
-            f"{path}: pre-tokenizer {rule!r} is not known, so its ids would be wrong; known: {', '.join(_PRE_TOKENIZERS)}; "
-            "use the model's Hugging Face folder"
+            f"{path}: pre-tokenizer {rule!r} is not known, so its ids would be wrong; known: "
+            f"{', '.join(_PRE_TOKENIZERS)}; use the model's Hugging Face folder"
         )
     pipeline = _pipeline(file, rule)
     template = file.metadata.get("tokenizer.chat_template")
@@ -95,7 +95,7 @@ def _pre_tokenizer(rule: str) -> pre_tokenizers.PreTokenizer:
     if rule == "gpt-2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if rule == "smollm":
-        # Each digit is cut off first: in "a  2" both spaces are then one word, where GPT-2 alone gives the second to the 2.
+        # Each digit is cut off first: in "a  2" both spaces are one word, where GPT-2 alone gives the second to the 2.
         return pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),

@@ -1,4 +1,4 @@
-"""`ModelConfig` from a Hugging Face `config.json`. Whatever would change the arithmetic and is not known here is refused by name."""
+"""`ModelConfig` from a Hugging Face `config.json`. What changes the arithmetic and is not known is refused."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from batchllm.models.json_files import read_json, read_optional_json
 _CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 _READ = frozenset(
-    "model_type architectures hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size "
-    "vocab_size max_position_embeddings rms_norm_eps hidden_act rope_theta rope_scaling rope_parameters partial_rotary_factor "
-    "tie_word_embeddings attention_bias mlp_bias sliding_window use_sliding_window max_window_layers layer_types "
-    "bos_token_id eos_token_id".split()
+    "model_type architectures hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "intermediate_size vocab_size max_position_embeddings rms_norm_eps hidden_act rope_theta rope_scaling "
+    "rope_parameters partial_rotary_factor tie_word_embeddings attention_bias mlp_bias sliding_window "
+    "use_sliding_window max_window_layers layer_types bos_token_id eos_token_id".split()
 )
 
 _HARMLESS = frozenset(
     # Training, bookkeeping, other people's tools, and token ids that generation here does not use.
-    "_name_or_path _commit_hash _attn_implementation _attn_implementation_autoset attn_implementation transformers_version "
-    "torch_dtype dtype use_cache cache_implementation initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop "
-    "pretraining_tp chunk_size_feed_forward id2label label2id output_attentions output_hidden_states return_dict problem_type "
-    "task_specific_params pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id tokenizer_class "
-    "is_llama_config transformers.js_config unsloth_version unsloth_fixed model_name finetuning_task prefix torchscript "
+    "_name_or_path _commit_hash _attn_implementation _attn_implementation_autoset attn_implementation "
+    "transformers_version torch_dtype dtype use_cache cache_implementation initializer_range attention_dropout "
+    "hidden_dropout embd_pdrop resid_pdrop pretraining_tp chunk_size_feed_forward id2label label2id "
+    "output_attentions output_hidden_states return_dict problem_type task_specific_params pad_token_id "
+    "sep_token_id cls_token_id unk_token_id decoder_start_token_id tokenizer_class is_llama_config "
+    "transformers.js_config unsloth_version unsloth_fixed model_name finetuning_task prefix torchscript "
     "use_bfloat16 gradient_checkpointing num_labels".split()
 )
 
 _ROPE_KEYS = frozenset(
-    "rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings partial_rotary_factor".split()
+    "rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
+    "partial_rotary_factor".split()
 )
 
 

@@ -1,4 +1,4 @@
-"""Weights out of a Hugging Face folder's safetensors, one file or sharded, under canonical names. Pickled weights are never opened."""
+"""Weights out of a Hugging Face folder's safetensors, one or sharded, under canonical names. Opens no pickle."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class SafetensorsWeights:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of `folder`: those that its index names, or the one. Raises ModelError where there is none."""
+    """The safetensors files of `folder`: the one, or those that its index names. Raises ModelError for none."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if not index.exists() and not single.exists():

@@ -58,7 +58,7 @@ def strips_leading_space(description: dict[str, Any]) -> bool:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling: printable Latin-1 characters stand for themselves, the other bytes for U+0100 and up, in order."""
+    """GPT-2's spelling: printable Latin-1 stands for itself, the other bytes for U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

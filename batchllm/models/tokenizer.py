@@ -107,7 +107,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 def _without_special(description: dict[str, Any], special_tokens: dict[str, int]) -> tokenizers.Tokenizer:
-    """A second pipeline that sees no control token in a text. Two, because the switch is the pipeline's, not the call's."""
+    """A second pipeline that sees no control token in a text. The switch is the pipeline's, not the call's."""
     added = [{**token, "special": token["content"] in special_tokens} for token in description["added_tokens"]]
     pipeline = tokenizers.Tokenizer.from_str(json.dumps({**description, "added_tokens": added}))
     pipeline.encode_special_tokens = True
