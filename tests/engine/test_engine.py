@@ -31,7 +31,12 @@ def expected_tokens(prompt: list[int], max_tokens: int) -> list[int]:
 @pytest.fixture
 def build(list_prompts: Any, stub_decoder: Any, stub_vocabulary: Any) -> Build:
     def make(
-        prompts: list[list[int]], params: list[SamplingParams], *, blocks: int = 200, sequences: int = 8, decoder: Any = None
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        *,
+        blocks: int = 200,
+        sequences: int = 8,
+        decoder: Any = None,
     ) -> Engine:
         store = list_prompts(prompts, params)
         return Engine(
@@ -121,7 +126,9 @@ def test_a_row_whose_logits_are_no_numbers_is_an_error_and_its_neighbours_are_no
 
 
 def test_times_are_ordered_and_tpot_needs_two_tokens(build: Build) -> None:
-    answers = run(build([[1, 2], [3, 4]], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=5, ignore_eos=True)]))
+    answers = run(
+        build([[1, 2], [3, 4]], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=5, ignore_eos=True)])
+    )
     assert answers[0].tpot_s is None
     assert answers[1].tpot_s is not None and answers[1].tpot_s > 0
     for answer in answers.values():
