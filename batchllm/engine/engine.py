@@ -335,6 +335,7 @@ class Engine:
             self._records[int(table.position[slot])].first_token_at = now
         good = np.ones(slots.size, dtype=bool)
         good[list(bad_rows)] = False
+        self.metrics.generated_tokens += int(good.sum())
         self.scheduler.append(slots[good], token_ids[good])
         self._sampler.append(slots[good], token_ids[good])
         ended = ~good

@@ -40,6 +40,7 @@ class RunMetrics:
     """Totals of one run of the engine.
 
     `prompt_tokens` of sequences admitted so far, of which `cached_prompt_tokens` were found in the pool.
+    `generated_tokens` so far, of which `completion_tokens` belong to finished rows.
     `computed_prompt_tokens` counts every prefill row, work repeated after a preemption (`recomputed_tokens`) included.
     `num_unfilled_slots` of `num_allocated_slots` token slots were given back without ever holding a token.
     `schedule_s`, `model_s` and `sample_s` are the parts of the steps; the device may still compute while the host samples.
@@ -49,6 +50,7 @@ class RunMetrics:
     computed_prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     prompt_tokens: int = 0
+    generated_tokens: int = 0
     completion_tokens: int = 0
     num_completed: int = 0
     num_errors: int = 0
