@@ -23,8 +23,8 @@ import torch
 
 from batchllm.engine.filters import DrawRows, draw, leading_ids
 from batchllm.engine.penalties import SeenTokens, TokenOffsets
-from batchllm.engine.prompt import SamplingParams
 from batchllm.engine.random_streams import stream_key, uniforms
+from batchllm.prompt import SamplingParams
 
 GREEDY_TEMPERATURE = 1e-3
 """Temperatures up to this are greedy: only tokens within some 0.01 nat could differ, less than bf16 rounds by."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchllm.engine.detokenize import decode_text, join_tokens
-from batchllm.engine.prompt import SamplingParams
+from batchllm.prompt import SamplingParams
 
 _COLUMNS = np.dtype(
     [
