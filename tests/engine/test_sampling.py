@@ -19,8 +19,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from batchllm.engine.prompt import SamplingParams
 from batchllm.engine.sampling import AllowedTokens, Sampled, Sampler
+from batchllm.prompt import SamplingParams
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams()

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.engine.prompt import SamplingParams
 from batchllm.engine.stopping import Finish, Stopping
+from batchllm.prompt import SamplingParams
 
 WORDS = [
     b"",
