@@ -21,7 +21,7 @@ import numpy as np
 
 from batchllm.engine.prompt import SamplingParams
 from batchllm.plan.order import blend_order
-from batchllm.plan.plan import expected_decode_tokens, make_plan
+from batchllm.plan.plan import make_plan, most_decode_tokens
 from batchllm.plan.sort import sort_sequences
 from batchllm.plan.tree import build_tree, shared_with_previous
 
@@ -99,8 +99,13 @@ def main() -> None:
         lap("sort")
         tree = build_tree(tokens.lcp)
         lap("tree")
-        decode = expected_decode_tokens(store, max_model_tokens=None)[tokens.order]
-        order, tree = blend_order(tree, prompt_tokens=store.length[tokens.order], decode_tokens=decode)
+        decode = most_decode_tokens(store, max_model_tokens=None)[tokens.order]
+        order, tree = blend_order(
+            tree,
+            prompt_tokens=store.length[tokens.order],
+            decode_tokens=decode,
+            num_samples=np.ones(len(decode), dtype=np.int32),
+        )
         shared_with_previous(tree)
         lap("order")
         del tokens, tree, order, decode
