@@ -24,7 +24,7 @@ class Rates:
     """Measured rates of one machine with one model.
 
     `decode_step_s`: (sequences, seconds) of a step that decodes that many over short contexts, at least one pair, by
-    rising number of sequences. `kv_read_bytes_per_s`: attention's reading of keys and values. `tiers`: the device first.
+    rising number of sequences. `kv_read_bytes_per_s`: attention's reading of keys and values. `tiers`: device first.
     """
 
     prefill_tokens_per_s: float

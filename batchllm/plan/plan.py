@@ -85,7 +85,7 @@ def make_plan(
     """Plans all prompts of `store`. Memory stays below about 100 bytes a prompt plus three times `window_bytes`.
 
     Without `prefix_sharing` nothing is sorted and the tree is empty. `max_model_tokens`, of prompt and completion, caps
-    what a prompt may generate. Raises `InputError` if the staged tokens are cut short.
+    what a prompt may generate. Raises OSError if the staged tokens are cut short.
     """
     if prefix_sharing:
         tokens = sort_sequences(

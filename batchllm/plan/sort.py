@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from batchllm.errors import InputError
-
 TOKEN_BYTES = 4
 MIN_WINDOW = 4
 MAX_WINDOW = 4096
@@ -45,7 +43,7 @@ def sort_sequences(
     """Sorts the sequences `tokens[offset : offset + length]` of a file of little-endian int32 tokens, none negative.
 
     `offset` int64 `[N]` and `length` int32 `[N]` count tokens. `window_bytes` bounds the windows held at once; with the
-    sort's own copies the peak is about three times that. Raises `InputError` if the file is shorter than it should be.
+    sort's own copies the peak is about three times that. Raises OSError if the file is cut short.
     """
     num_sequences = len(offset)
     order = np.arange(num_sequences, dtype=np.int64)
@@ -161,5 +159,5 @@ def _read_exactly(descriptor: int, tokens: np.ndarray, *, offset_bytes: int) -> 
     while done < len(view):
         got = os.preadv(descriptor, [view[done:]], offset_bytes + done)
         if got == 0:
-            raise InputError(f"the staged prompt tokens end at byte {offset_bytes + done}, before they should")
+            raise OSError(f"the staged prompts are cut short at byte {offset_bytes + done}")
         done += got

@@ -65,7 +65,7 @@ def test_decode_work_is_conserved_and_never_wider_than_allowed(
 def test_blending_ends_a_mixed_batch_sooner_than_token_order_or_longest_first(stage_prompts: Stage) -> None:
     random = np.random.default_rng(2)
     chatty = random.random(600) < 0.5
-    prompts = [[int(i)] * (20 if long else 900) for i, long in enumerate(chatty)]
+    prompts = [[int(i)] * (20 if long else 3000) for i, long in enumerate(chatty)]
     limits = np.where(chatty, 400, 10)
     plan = make_plan(stage_prompts(prompts, limits.tolist()), prefix_sharing=True)
     by_token = np.argsort(plan.order)
