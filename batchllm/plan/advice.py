@@ -75,7 +75,7 @@ def _too_long(facts: PlanFacts) -> str | None:
     if not num_too_long:
         return None
     return (
-        f"{num_too_long:,} rows leave no room to generate in the context of {facts.context_tokens:,} tokens and will be "
+        f"{num_too_long:,} rows leave no room to generate in the context of {facts.context_tokens:,} tokens and become "
         f"error rows; the longest has {int(facts.plan.prompt_tokens.max()):,} tokens"
     )
 
@@ -92,7 +92,7 @@ def _duplicates(facts: PlanFacts) -> str | None:
 
 def _block_loss(facts: PlanFacts) -> str | None:
     computed = int(facts.plan.computed_tokens(facts.block_size).sum(dtype=np.int64))
-    lost = computed - facts.plan.unique_prompt_tokens
+    lost = computed - int(facts.plan.computed_tokens(1).sum(dtype=np.int64))
     if lost < WORTH_SAYING * computed:
         return None
     return (
