@@ -20,7 +20,7 @@ MIN_WINDOW = 4
 MAX_WINDOW = 4096
 FIRST_WINDOW = 64
 COMPARE_BYTES = 8 << 20
-READ_BYTES = 16 << 20
+READ_BYTES = 4 << 20
 # Reading through a hole up to this size is cheaper than another system call and the Python around it.
 HOLE_TOKENS = 16 << 10
 
@@ -122,14 +122,17 @@ def _read_windows(descriptor: int, key: np.ndarray, *, start: np.ndarray, count:
     count = np.clip(count, 0, window)
     rows = np.argsort(start, kind="stable")
     rows = rows[count[rows] > 0]
+    # A run spans less than a read and one window. The second window of slack lets a window reach past the last
+    # sequence; what it finds there is cut below.
+    tokens = np.zeros(READ_BYTES // TOKEN_BYTES + 2 * window, dtype="<i4")
+    every = as_strided(
+        tokens, shape=(len(tokens) - window, window), strides=(TOKEN_BYTES, TOKEN_BYTES), writeable=False
+    )
     for chunk in _runs(start[rows], count[rows]):
         here = rows[chunk]
         first = int(start[here[0]])
         num_tokens = int((start[here] + count[here]).max()) - first
-        # The slack lets a window reach past the last sequence; what it reads there is cut below.
-        tokens = np.zeros(num_tokens + window, dtype="<i4")
         _read_exactly(descriptor, tokens[:num_tokens], offset_bytes=first * TOKEN_BYTES)
-        every = as_strided(tokens, shape=(num_tokens + 1, window), strides=(TOKEN_BYTES, TOKEN_BYTES), writeable=False)
         values = every[start[here] - first]
         values += 1
         short = np.flatnonzero(count[here] < window)
