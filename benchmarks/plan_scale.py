@@ -19,11 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
+from batchllm.engine.prompt import SamplingParams
+from batchllm.plan.demand import simulate_demand
 from batchllm.plan.order import blend_order
-from batchllm.plan.plan import expected_decode_tokens, make_plan
+from batchllm.plan.plan import make_plan, most_decode_tokens
 from batchllm.plan.sort import sort_sequences
 from batchllm.plan.tree import build_tree, shared_with_previous
-from batchllm.prompt import SamplingParams
 
 VOCABULARY = 49152
 ROWS_AT_ONCE = 4096
@@ -99,18 +100,26 @@ def main() -> None:
         lap("sort")
         tree = build_tree(tokens.lcp)
         lap("tree")
-        decode = expected_decode_tokens(store, max_model_tokens=None)[tokens.order]
-        order, tree = blend_order(tree, prompt_tokens=store.length[tokens.order], decode_tokens=decode)
+        decode = most_decode_tokens(store, max_model_tokens=None)[tokens.order]
+        order, tree = blend_order(
+            tree,
+            prompt_tokens=store.length[tokens.order],
+            decode_tokens=decode,
+            num_samples=np.ones(len(decode), dtype=np.int32),
+        )
         shared_with_previous(tree)
         lap("order")
         del tokens, tree, order, decode
         plan = make_plan(store, prefix_sharing=True)
         lap("make_plan")
+        demand = simulate_demand(plan, max_sequences=256, step_tokens=2048, block_size=16)
+        lap("demand")
     result = {
         "num_prompts": plan.num_prompts,
         "prompt_tokens": plan.total_prompt_tokens,
         "unique_prompt_tokens": plan.unique_prompt_tokens,
         "num_nodes": plan.tree.num_nodes,
+        "peak_live_tokens": demand.peak_live_tokens,
         "seconds": seconds,
         "peak_rss_mib": round(peak_rss_mib()),
     }

@@ -39,7 +39,7 @@ class Plan:
 
     `order` int64 `[N]`: the prompt (number in the store) at each position. `shared_tokens` int32 `[N]`: leading tokens
     that some earlier position has too, always the one just before. `prompt_tokens` int32 `[N]`: the prompt's length.
-    `decode_tokens` int64 `[N]`: the most it may generate over all its samples.
+    `decode_tokens` int32 `[N]`: the most that each of its `num_samples` int32 `[N]` samples may generate.
     """
 
     order: np.ndarray
@@ -47,6 +47,7 @@ class Plan:
     shared_tokens: np.ndarray
     prompt_tokens: np.ndarray
     decode_tokens: np.ndarray
+    num_samples: np.ndarray
 
     @property
     def num_prompts(self) -> int:
@@ -67,6 +68,16 @@ class Plan:
         """The exact greatest share of prompt tokens that need no computing; 0 for an empty plan."""
         return 1 - self.unique_prompt_tokens / self.total_prompt_tokens if self.num_prompts else 0.0
 
+    @property
+    def total_decode_tokens(self) -> int:
+        """The most tokens the batch may generate."""
+        return int((self.decode_tokens.astype(np.int64) * self.num_samples).sum())
+
+    def computed_tokens(self, block_size: int) -> np.ndarray:
+        """int32 `[N]`: prompt tokens each position computes when whole blocks are shared, its last token never."""
+        reusable = np.minimum(self.shared_tokens, np.maximum(self.prompt_tokens - 1, 0))
+        return self.prompt_tokens - reusable // block_size * block_size
+
 
 def make_plan(
     store: StagedPrompts, *, prefix_sharing: bool, max_model_tokens: int | None = None, window_bytes: int = 256 << 20
@@ -74,7 +85,7 @@ def make_plan(
     """Plans all prompts of `store`. Memory stays below about 100 bytes a prompt plus three times `window_bytes`.
 
     Without `prefix_sharing` nothing is sorted and the tree is empty. `max_model_tokens`, of prompt and completion, caps
-    what a prompt may generate. Raises `InputError` if the staged tokens are cut short.
+    what a prompt may generate. Raises OSError if the staged tokens are cut short.
     """
     if prefix_sharing:
         tokens = sort_sequences(
@@ -84,8 +95,14 @@ def make_plan(
     else:
         order = np.arange(len(store.length), dtype=np.int64)
         tree = build_tree(np.zeros(len(order), dtype=np.int32))
-    decode_tokens = expected_decode_tokens(store, max_model_tokens=max_model_tokens)
-    blended, tree = blend_order(tree, prompt_tokens=store.length[order], decode_tokens=decode_tokens[order])
+    decode_tokens = most_decode_tokens(store, max_model_tokens=max_model_tokens)
+    num_samples = np.array([params.n for params in store.sampling], dtype=np.int32)[store.sampling_id]
+    blended, tree = blend_order(
+        tree,
+        prompt_tokens=store.length[order],
+        decode_tokens=decode_tokens[order],
+        num_samples=num_samples[order],
+    )
     order = order[blended]
     return Plan(
         order=order,
@@ -93,13 +110,13 @@ def make_plan(
         shared_tokens=shared_with_previous(tree),
         prompt_tokens=store.length[order],
         decode_tokens=decode_tokens[order],
+        num_samples=num_samples[order],
     )
 
 
-def expected_decode_tokens(store: StagedPrompts, *, max_model_tokens: int | None) -> np.ndarray:
-    """int64 `[N]` by prompt: the most tokens each may generate, over its samples; where it stops early nobody knows."""
-    limit = np.array([params.max_tokens for params in store.sampling], dtype=np.int64)[store.sampling_id]
-    samples = np.array([params.n for params in store.sampling], dtype=np.int64)[store.sampling_id]
-    if max_model_tokens is not None:
-        limit = np.minimum(limit, np.maximum(max_model_tokens - store.length.astype(np.int64), 0))
-    return limit * samples
+def most_decode_tokens(store: StagedPrompts, *, max_model_tokens: int | None) -> np.ndarray:
+    """int32 `[N]` by prompt: the most tokens that one sample of each may generate."""
+    limit = np.array([params.max_tokens for params in store.sampling], dtype=np.int32)[store.sampling_id]
+    if max_model_tokens is None:
+        return limit
+    return np.minimum(limit, np.maximum(max_model_tokens - store.length, 0)).astype(np.int32)

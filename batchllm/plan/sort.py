@@ -15,14 +15,12 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from batchllm.errors import InputError
-
 TOKEN_BYTES = 4
 MIN_WINDOW = 4
 MAX_WINDOW = 4096
 FIRST_WINDOW = 64
 COMPARE_BYTES = 8 << 20
-READ_BYTES = 16 << 20
+READ_BYTES = 4 << 20
 # Reading through a hole up to this size is cheaper than another system call and the Python around it.
 HOLE_TOKENS = 16 << 10
 
@@ -45,7 +43,7 @@ def sort_sequences(
     """Sorts the sequences `tokens[offset : offset + length]` of a file of little-endian int32 tokens, none negative.
 
     `offset` int64 `[N]` and `length` int32 `[N]` count tokens. `window_bytes` bounds the windows held at once; with the
-    sort's own copies the peak is about three times that. Raises `InputError` if the file is shorter than it should be.
+    sort's own copies the peak is about three times that. Raises OSError if the file is cut short.
     """
     num_sequences = len(offset)
     order = np.arange(num_sequences, dtype=np.int64)
@@ -124,14 +122,17 @@ def _read_windows(descriptor: int, key: np.ndarray, *, start: np.ndarray, count:
     count = np.clip(count, 0, window)
     rows = np.argsort(start, kind="stable")
     rows = rows[count[rows] > 0]
+    # A run spans less than a read and one window. The second window of slack lets a window reach past the last
+    # sequence; what it finds there is cut below.
+    tokens = np.zeros(READ_BYTES // TOKEN_BYTES + 2 * window, dtype="<i4")
+    every = as_strided(
+        tokens, shape=(len(tokens) - window, window), strides=(TOKEN_BYTES, TOKEN_BYTES), writeable=False
+    )
     for chunk in _runs(start[rows], count[rows]):
         here = rows[chunk]
         first = int(start[here[0]])
         num_tokens = int((start[here] + count[here]).max()) - first
-        # The slack lets a window reach past the last sequence; what it reads there is cut below.
-        tokens = np.zeros(num_tokens + window, dtype="<i4")
         _read_exactly(descriptor, tokens[:num_tokens], offset_bytes=first * TOKEN_BYTES)
-        every = as_strided(tokens, shape=(num_tokens + 1, window), strides=(TOKEN_BYTES, TOKEN_BYTES), writeable=False)
         values = every[start[here] - first]
         values += 1
         short = np.flatnonzero(count[here] < window)
@@ -161,5 +162,5 @@ def _read_exactly(descriptor: int, tokens: np.ndarray, *, offset_bytes: int) -> 
     while done < len(view):
         got = os.preadv(descriptor, [view[done:]], offset_bytes + done)
         if got == 0:
-            raise InputError(f"the staged prompt tokens end at byte {offset_bytes + done}, before they should")
+            raise OSError(f"the staged prompts are cut short at byte {offset_bytes + done}")
         done += got

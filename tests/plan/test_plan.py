@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.plan.plan import expected_decode_tokens, make_plan
-from batchllm.prompt import SamplingParams
+from batchllm.engine.prompt import SamplingParams
+from batchllm.plan.plan import make_plan, most_decode_tokens
 
 Stage = Callable[..., Any]
 
@@ -82,11 +82,23 @@ def test_the_plan_is_the_same_whatever_the_window_of_the_sort(stage_prompts: Sta
     assert wide.tree.parent.tolist() == narrow.tree.parent.tolist()
 
 
-def test_expected_decode_counts_samples_and_stops_at_the_context(stage_prompts: Stage) -> None:
+def test_what_a_prompt_may_generate_ends_at_the_context(stage_prompts: Stage) -> None:
     store = stage_prompts([[1] * 10, [1] * 95, [1] * 120], [20, 20, 20])
+    assert most_decode_tokens(store, max_model_tokens=100).tolist() == [20, 5, 0]
+    assert most_decode_tokens(store, max_model_tokens=None).tolist() == [20, 20, 20]
+
+
+def test_every_sample_counts_as_generated_tokens(stage_prompts: Stage) -> None:
+    store = stage_prompts([[1] * 10, [2] * 95], [20, 20])
     store.sampling[0] = SamplingParams(max_tokens=20, n=3)
-    assert expected_decode_tokens(store, max_model_tokens=100).tolist() == [60, 15, 0]
-    assert expected_decode_tokens(store, max_model_tokens=None).tolist() == [60, 60, 60]
+    assert make_plan(store, prefix_sharing=True, max_model_tokens=100).total_decode_tokens == 60 + 15
+
+
+def test_whole_blocks_are_reused_but_never_the_last_token(stage_prompts: Stage) -> None:
+    plan = make_plan(stage_prompts([[1] * 32, [1] * 32, [1] * 40 + [2]]), prefix_sharing=True)
+    assert plan.prompt_tokens.tolist() == [32, 41, 32]
+    assert plan.shared_tokens.tolist() == [0, 32, 32]
+    assert plan.computed_tokens(16).tolist() == [32, 9, 16]
 
 
 def test_an_empty_store_gives_an_empty_plan(stage_prompts: Stage) -> None:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.errors import InputError
 from batchllm.plan.sort import SortedSequences, sort_sequences
 
 
@@ -74,8 +73,8 @@ def test_sequences_far_apart_in_the_file_are_read_without_what_lies_between(tmp_
     assert result.order.tolist() == [1, 0]
 
 
-def test_a_truncated_token_file_is_an_input_error(tmp_path: Path) -> None:
+def test_a_truncated_token_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     np.arange(10, dtype="<i4").tofile(path)
-    with pytest.raises(InputError, match="end at byte 40"):
+    with pytest.raises(OSError, match="cut short at byte 40"):
         sort_sequences(path, offset=np.array([0, 5]), length=np.array([5, 6]))
