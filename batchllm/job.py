@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from jinja2 import TemplateSyntaxError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError
 
 from batchllm.data.sections import (
@@ -22,6 +21,7 @@ from batchllm.data.sections import (
     Section,
     describe,
 )
+from batchllm.data.templates import compile_template
 from batchllm.errors import JobError
 from batchllm.job_file import JobSource, Location, fill_dates, read_job_file
 
@@ -199,7 +199,7 @@ def _check_template(source: JobSource, *, key: str, text: str | None) -> None:
     if text is None:
         return
     try:
-        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+        compile_template(text)
     except TemplateSyntaxError as error:
         message = f"not a valid template, at its line {error.lineno}: {error.message}"
         raise _error(source, ("prompt", key), message) from None

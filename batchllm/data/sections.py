@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping
 from decimal import Decimal
+from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
@@ -215,6 +216,8 @@ class JobSections(Protocol):
     def output(self) -> OutputSection: ...
     @property
     def date(self) -> datetime.date: ...
+    @property
+    def folder(self) -> Path: ...
 
 
 def describe(error: Mapping[str, Any]) -> str:
