@@ -48,6 +48,8 @@ class TreeResidency:
         self._pool = pool
         self._block_size = block_size
         self._nodes: dict[int, _NodeBlocks] = {}
+        # References that nodes hold, by block: nested nodes may keep one block as the tail of each.
+        self._num_holders = np.zeros(pool.num_blocks, dtype=np.int32)
         self._num_waiting = (tree.last - tree.first).astype(np.int64)
 
     def path(self, position: int) -> list[int]:
@@ -96,11 +98,11 @@ class TreeResidency:
             complete = min(stop, end) // size
             if next_block < complete:
                 added = table[next_block:complete]
-                self._pool.share(added)
+                self._hold(added)
                 resident.blocks.extend(int(block) for block in added)
             if end % size and resident.tail < 0 and start < end <= stop:
                 resident.tail, resident.tail_step = int(table[end // size]), step
-                self._pool.share(table[end // size : end // size + 1])
+                self._hold(table[end // size : end // size + 1])
 
     def admit(self, path: list[int]) -> None:
         """A prompt below these nodes runs now; a node for which none waits any more gives its blocks back."""
@@ -132,16 +134,20 @@ class TreeResidency:
         return freed
 
     def _is_idle(self, node: int) -> bool:
-        """Whether the tree is the only owner of one of the node's blocks, so that evicting it frees something."""
+        """Whether only the tree owns one of the node's blocks, so that evicting it, and others that hold it, frees something."""
         resident = self._nodes[node]
-        held = resident.blocks if resident.tail < 0 else [*resident.blocks, resident.tail]
-        return bool((self._pool.reference_counts[held] == 1).any())
+        held = np.array(resident.blocks if resident.tail < 0 else [*resident.blocks, resident.tail], dtype=np.int32)
+        return bool((self._pool.reference_counts[held] == self._num_holders[held]).any())
+
+    def _hold(self, blocks: np.ndarray) -> None:
+        self._pool.share(blocks)
+        self._num_holders[blocks] += 1
 
     def _release(self, node: int) -> None:
         resident = self._nodes.pop(node, None)
         if resident is None:
             return
-        if resident.blocks:
-            self._pool.release(np.array(resident.blocks, dtype=np.int32))
-        if resident.tail >= 0:
-            self._pool.release(np.array([resident.tail], dtype=np.int32))
+        for held in (resident.blocks, [resident.tail] if resident.tail >= 0 else []):
+            blocks = np.array(held, dtype=np.int32)
+            self._num_holders[blocks] -= 1
+            self._pool.release(blocks)

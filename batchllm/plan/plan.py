@@ -96,7 +96,7 @@ def make_plan(
         order = np.arange(len(store.length), dtype=np.int64)
         tree = build_tree(np.zeros(len(order), dtype=np.int32))
     decode_tokens = most_decode_tokens(store, max_model_tokens=max_model_tokens)
-    num_samples = np.array([params.n for params in store.sampling], dtype=np.int32)[store.sampling_id]
+    num_samples = np.ones(len(store.length), dtype=np.int32)
     blended, tree = blend_order(
         tree,
         prompt_tokens=store.length[order],

@@ -22,8 +22,9 @@ _MAX_READ_TOKENS = 1 << 20
 class PromptStore:
     """Owns one folder: appended first, then `finish`ed and read from any thread.
 
-    After `finish`: `row_index` int64, `offset` int64 (in tokens), `length` int32 and `sampling_id` int32, each
-    `[num_prompts]`, and `sampling`, the distinct `SamplingParams`. Prompts are read with `pread`, not `mmap`, so that
+    After `finish`: `row_index` int64, `sample_index` int32, `offset` int64 (in tokens), `length` int32 and
+    `sampling_id` int32, each `[num_prompts]`, and `sampling`, the distinct `SamplingParams`. A row that asks for `n`
+    samples is `n` prompts over the same tokens: whoever plans or runs them sees duplicates and needs no more. Prompts are read with `pread`, not `mmap`, so that
     resident memory does not grow with the batch. Disk errors are raised as OSError.
     """
 
@@ -34,6 +35,7 @@ class PromptStore:
         self._fd = os.open(self.folder / "tokens.bin", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self.sampling: list[SamplingParams] = []
         self.row_index = np.zeros(0, dtype=np.int64)
+        self.sample_index = np.zeros(0, dtype=np.int32)
         self.offset = np.zeros(0, dtype=np.int64)
         self.length = np.zeros(0, dtype=np.int32)
         self.sampling_id = np.zeros(0, dtype=np.int32)
@@ -75,13 +77,24 @@ class PromptStore:
         self.sampling_id = np.concatenate([*columns[2], self.sampling_id])
         self.offset = np.cumsum(self.length, dtype=np.int64) - self.length
         self._batches = []
+        self._repeat_samples()
         for name, array in (
             ("row_index", self.row_index),
+            ("sample_index", self.sample_index),
             ("offset", self.offset),
             ("length", self.length),
             ("sampling_id", self.sampling_id),
         ):
             np.save(self.folder / f"{name}.npy", array)
+
+    def _repeat_samples(self) -> None:
+        num_samples = np.array([params.n for params in self.sampling], dtype=np.int64)[self.sampling_id]
+        last = np.cumsum(num_samples)
+        self.num_prompts = int(num_samples.sum())
+        self.sample_index = (np.arange(self.num_prompts) - np.repeat(last - num_samples, num_samples)).astype(np.int32)
+        self.row_index, self.offset, self.length, self.sampling_id = (
+            np.repeat(column, num_samples) for column in (self.row_index, self.offset, self.length, self.sampling_id)
+        )
 
     def tokens(self, index: int) -> np.ndarray:
         """int32 `[length]`: the tokens of prompt `index` (its place in the store, not its row)."""

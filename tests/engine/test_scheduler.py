@@ -228,6 +228,16 @@ def test_duplicates_compute_only_their_last_token_again(tmp_path: Path) -> None:
     assert runner.computed_rows == 8 + 4
 
 
+def test_nested_nodes_that_keep_the_same_block_give_it_back_when_the_pool_is_one_block(tmp_path: Path) -> None:
+    runner = machine(
+        tmp_path, [[0], [0, 0], [0, 0]], max_new=1, block_size=3, budget=1, sequences=1, blocks=1, sharing=True, chunk=2
+    )
+    for _ in range(50):
+        if not runner.scheduler.done:
+            runner.step()
+    assert sorted(runner.outputs) == [0, 1, 2]
+
+
 def test_more_prompt_groups_than_fit_leave_no_block_owned(tmp_path: Path) -> None:
     prompts = [[group, 1, 2, 3, 4, 5, 6, 7, question] for group in range(12) for question in range(3)]
     runner = machine(
