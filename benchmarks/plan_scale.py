@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from batchllm.engine.prompt import SamplingParams
 from batchllm.plan.demand import simulate_demand
 from batchllm.plan.order import blend_order
 from batchllm.plan.plan import make_plan, most_decode_tokens
 from batchllm.plan.sort import sort_sequences
 from batchllm.plan.tree import build_tree, shared_with_previous
+from batchllm.prompt import SamplingParams
 
 VOCABULARY = 49152
 ROWS_AT_ONCE = 4096

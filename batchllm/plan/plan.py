@@ -8,10 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from batchllm.engine.prompt import SamplingParams
 from batchllm.plan.order import blend_order
 from batchllm.plan.sort import sort_sequences
 from batchllm.plan.tree import PrefixTree, build_tree, shared_with_previous
+from batchllm.prompt import SamplingParams
 
 
 class StagedPrompts(Protocol):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchllm.engine.prompt import SamplingParams
+from batchllm.prompt import SamplingParams
 
 
 @dataclass(frozen=True)

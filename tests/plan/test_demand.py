@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.engine.prompt import SamplingParams
 from batchllm.plan.demand import simulate_demand
 from batchllm.plan.plan import make_plan
+from batchllm.prompt import SamplingParams
 
 Stage = Callable[..., Any]
 HUGE_STEP = 1 << 40  # prompts take no time

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.engine.prompt import SamplingParams
 from batchllm.plan.plan import make_plan, most_decode_tokens
+from batchllm.prompt import SamplingParams
 
 Stage = Callable[..., Any]
 
