@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -13,15 +12,10 @@ from batchllm.plan.cost import Rates, predict
 from batchllm.plan.demand import simulate_demand
 from batchllm.plan.explanation import Explanation, HistogramBar, SharedRun
 from batchllm.plan.plan import Plan
+from batchllm.plan.store import PromptStore
 
 NUM_BIGGEST_NODES = 10
 TEXT_TOKENS = 48
-
-
-class PromptTokens(Protocol):
-    """Where the tokens of prompt `index`, its place in the store, are read."""
-
-    def tokens(self, index: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +44,7 @@ class EngineLimits:
 
 def explain(
     plan: Plan,
-    store: PromptTokens,
+    store: PromptStore,
     *,
     model: ModelFacts,
     limits: EngineLimits,
@@ -110,7 +104,7 @@ def token_histogram(prompt_tokens: np.ndarray) -> tuple[HistogramBar, ...]:
 
 
 def biggest_nodes(
-    plan: Plan, store: PromptTokens, *, decode_text: Callable[[Sequence[int]], str]
+    plan: Plan, store: PromptStore, *, decode_text: Callable[[Sequence[int]], str]
 ) -> tuple[SharedRun, ...]:
     """The nodes that save most tokens: each of their prompts but the first finds them computed."""
     tree = plan.tree

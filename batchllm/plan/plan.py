@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from batchllm.plan.order import blend_order
 from batchllm.plan.sort import sort_sequences
+from batchllm.plan.store import PromptStore
 from batchllm.plan.tree import PrefixTree, build_tree, shared_with_previous
-from batchllm.prompt import SamplingParams
-
-
-class StagedPrompts(Protocol):
-    """What planning reads of a prompt store: where each prompt's tokens lie, and how it is sampled.
-
-    `folder` holds `tokens.bin`, little-endian int32. `offset` int64 and `length` int32 `[N]` count tokens in it;
-    `sampling_id` int32 `[N]` indexes `sampling`.
-    """
-
-    @property
-    def folder(self) -> Path: ...
-    @property
-    def offset(self) -> np.ndarray: ...
-    @property
-    def length(self) -> np.ndarray: ...
-    @property
-    def sampling_id(self) -> np.ndarray: ...
-    @property
-    def sampling(self) -> list[SamplingParams]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +59,7 @@ class Plan:
 
 
 def make_plan(
-    store: StagedPrompts, *, prefix_sharing: bool, max_model_tokens: int | None = None, window_bytes: int = 256 << 20
+    store: PromptStore, *, prefix_sharing: bool, max_model_tokens: int | None = None, window_bytes: int = 256 << 20
 ) -> Plan:
     """Plans all prompts of `store`. Memory stays below about 100 bytes a prompt plus three times `window_bytes`.
 
@@ -114,7 +93,7 @@ def make_plan(
     )
 
 
-def most_decode_tokens(store: StagedPrompts, *, max_model_tokens: int | None) -> np.ndarray:
+def most_decode_tokens(store: PromptStore, *, max_model_tokens: int | None) -> np.ndarray:
     """int32 `[N]` by prompt: the most tokens that one sample of each may generate."""
     limit = np.array([params.max_tokens for params in store.sampling], dtype=np.int32)[store.sampling_id]
     if max_model_tokens is None:
