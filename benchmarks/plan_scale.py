@@ -98,7 +98,6 @@ def main() -> None:
             tree,
             prompt_tokens=store.length[tokens.order],
             decode_tokens=decode,
-            num_samples=np.ones(len(decode), dtype=np.int32),
         )
         shared_with_previous(tree)
         lap("order")

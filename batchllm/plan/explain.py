@@ -58,7 +58,7 @@ def explain(
     prediction = predict(
         plan, demand, rates=rates, kv_bytes_per_token=model.kv_bytes_per_token, block_size=limits.block_size
     )
-    row_tokens = plan.prompt_tokens + plan.decode_tokens.astype(np.int64) * plan.num_samples
+    row_tokens = plan.prompt_tokens.astype(np.int64) + plan.decode_tokens
     facts = PlanFacts(
         plan=plan,
         demand=demand,
@@ -68,6 +68,7 @@ def explain(
         max_sequences=limits.max_sequences,
     )
     return Explanation(
+        num_rows=len(np.unique(store.row_index)),
         num_prompts=plan.num_prompts,
         prompt_tokens=plan.total_prompt_tokens,
         unique_prompt_tokens=plan.unique_prompt_tokens,

@@ -18,7 +18,7 @@ class Plan:
 
     `order` int64 `[N]`: the prompt (number in the store) at each position. `shared_tokens` int32 `[N]`: leading tokens
     that some earlier position has too, always the one just before. `prompt_tokens` int32 `[N]`: the prompt's length.
-    `decode_tokens` int32 `[N]`: the most that each of its `num_samples` int32 `[N]` samples may generate.
+    `decode_tokens` int32 `[N]`: the most it may generate. A row with several samples is as many prompts.
     """
 
     order: np.ndarray
@@ -26,7 +26,6 @@ class Plan:
     shared_tokens: np.ndarray
     prompt_tokens: np.ndarray
     decode_tokens: np.ndarray
-    num_samples: np.ndarray
 
     @property
     def num_prompts(self) -> int:
@@ -50,7 +49,7 @@ class Plan:
     @property
     def total_decode_tokens(self) -> int:
         """The most tokens the batch may generate."""
-        return int((self.decode_tokens.astype(np.int64) * self.num_samples).sum())
+        return int(self.decode_tokens.sum(dtype=np.int64))
 
     def computed_tokens(self, block_size: int) -> np.ndarray:
         """int32 `[N]`: prompt tokens each position computes when whole blocks are shared, its last token never."""
@@ -75,12 +74,10 @@ def make_plan(
         order = np.arange(len(store.length), dtype=np.int64)
         tree = build_tree(np.zeros(len(order), dtype=np.int32))
     decode_tokens = most_decode_tokens(store, max_model_tokens=max_model_tokens)
-    num_samples = np.array([params.n for params in store.sampling], dtype=np.int32)[store.sampling_id]
     blended, tree = blend_order(
         tree,
         prompt_tokens=store.length[order],
         decode_tokens=decode_tokens[order],
-        num_samples=num_samples[order],
     )
     order = order[blended]
     return Plan(
@@ -89,12 +86,11 @@ def make_plan(
         shared_tokens=shared_with_previous(tree),
         prompt_tokens=store.length[order],
         decode_tokens=decode_tokens[order],
-        num_samples=num_samples[order],
     )
 
 
 def most_decode_tokens(store: PromptStore, *, max_model_tokens: int | None) -> np.ndarray:
-    """int32 `[N]` by prompt: the most tokens that one sample of each may generate."""
+    """int32 `[N]` by prompt: the most tokens that each may generate."""
     limit = np.array([params.max_tokens for params in store.sampling], dtype=np.int32)[store.sampling_id]
     if max_model_tokens is None:
         return limit
