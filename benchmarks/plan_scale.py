@@ -14,7 +14,6 @@ import json
 import resource
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from batchllm.plan.demand import simulate_demand
 from batchllm.plan.order import blend_order
 from batchllm.plan.plan import make_plan, most_decode_tokens
 from batchllm.plan.sort import sort_sequences
+from batchllm.plan.store import PromptStore
 from batchllm.plan.tree import build_tree, shared_with_previous
 from batchllm.prompt import SamplingParams
 
@@ -30,49 +30,42 @@ VOCABULARY = 49152
 ROWS_AT_ONCE = 4096
 SYSTEM_TOKENS, DOCUMENT_TOKENS, QUESTION_TOKENS = 100, 250, 50
 PROMPTS_PER_DOCUMENT, NUM_QUESTIONS = 100, 5000
+MAX_TOKENS = (32, 64, 256)
 
 
-@dataclass(frozen=True)
-class SyntheticPrompts:
-    folder: Path
-    offset: np.ndarray
-    length: np.ndarray
-    sampling_id: np.ndarray
-    sampling: list[SamplingParams]
-
-
-def write_prompts(folder: Path, *, num_prompts: int, num_tokens: int) -> SyntheticPrompts:
+def write_prompts(folder: Path, *, num_prompts: int, num_tokens: int) -> PromptStore:
     random = np.random.default_rng(0)
     num_documents = max(1, num_prompts // PROMPTS_PER_DOCUMENT)
     system = random.integers(0, VOCABULARY, size=SYSTEM_TOKENS, dtype=np.int32)
     documents = random.integers(0, VOCABULARY, size=(num_documents, DOCUMENT_TOKENS), dtype=np.int32)
     questions = random.integers(0, VOCABULARY, size=(NUM_QUESTIONS, QUESTION_TOKENS), dtype=np.int32)
-    length = random.integers(num_tokens // 2, num_tokens * 3 // 2 + 1, size=num_prompts, dtype=np.int32)
-    with (folder / "tokens.bin").open("wb") as file:
-        for begin in range(0, num_prompts, ROWS_AT_ONCE):
-            num_rows = min(ROWS_AT_ONCE, num_prompts - begin)
-            rows = random.integers(0, VOCABULARY, size=(num_rows, num_tokens * 3 // 2), dtype=np.int32)
-            heads = np.concatenate(
-                (
-                    np.broadcast_to(system, (num_rows, SYSTEM_TOKENS)),
-                    documents[random.integers(0, num_documents, size=num_rows)],
-                    questions[random.integers(0, NUM_QUESTIONS, size=num_rows)],
-                ),
-                axis=1,
-            )[:, : rows.shape[1]]
-            rows[:, : heads.shape[1]] = heads
-            copies = np.arange(20, num_rows, 20)
-            rows[copies] = rows[copies - 13]
-            here = length[begin : begin + num_rows]
-            here[copies] = here[copies - 13]
-            rows[np.arange(rows.shape[1]) < here[:, None]].tofile(file)
-    return SyntheticPrompts(
-        folder=folder,
-        offset=np.cumsum(length, dtype=np.int64) - length,
-        length=length,
-        sampling_id=random.integers(0, 3, size=num_prompts, dtype=np.int32),
-        sampling=[SamplingParams(max_tokens=limit) for limit in (32, 64, 256)],
-    )
+    store = PromptStore(folder)
+    for limit in MAX_TOKENS:
+        store.intern_sampling(SamplingParams(max_tokens=limit))
+    for begin in range(0, num_prompts, ROWS_AT_ONCE):
+        num_rows = min(ROWS_AT_ONCE, num_prompts - begin)
+        rows = random.integers(0, VOCABULARY, size=(num_rows, num_tokens * 3 // 2), dtype=np.int32)
+        heads = np.concatenate(
+            (
+                np.broadcast_to(system, (num_rows, SYSTEM_TOKENS)),
+                documents[random.integers(0, num_documents, size=num_rows)],
+                questions[random.integers(0, NUM_QUESTIONS, size=num_rows)],
+            ),
+            axis=1,
+        )[:, : rows.shape[1]]
+        rows[:, : heads.shape[1]] = heads
+        lengths = random.integers(num_tokens // 2, num_tokens * 3 // 2 + 1, size=num_rows, dtype=np.int32)
+        copies = np.arange(20, num_rows, 20)
+        rows[copies] = rows[copies - 13]
+        lengths[copies] = lengths[copies - 13]
+        store.append_batch(
+            row_index=np.arange(begin, begin + num_rows),
+            lengths=lengths,
+            tokens=rows[np.arange(rows.shape[1]) < lengths[:, None]],
+            sampling_ids=random.integers(0, len(MAX_TOKENS), size=num_rows, dtype=np.int32),
+        )
+    store.finish()
+    return store
 
 
 def peak_rss_mib() -> float:
@@ -105,7 +98,6 @@ def main() -> None:
             tree,
             prompt_tokens=store.length[tokens.order],
             decode_tokens=decode,
-            num_samples=np.ones(len(decode), dtype=np.int32),
         )
         shared_with_previous(tree)
         lap("order")
@@ -114,6 +106,7 @@ def main() -> None:
         lap("make_plan")
         demand = simulate_demand(plan, max_sequences=256, step_tokens=2048, block_size=16)
         lap("demand")
+        store.close()
     result = {
         "num_prompts": plan.num_prompts,
         "prompt_tokens": plan.total_prompt_tokens,

@@ -75,8 +75,8 @@ def _too_long(facts: PlanFacts) -> str | None:
     if not num_too_long:
         return None
     return (
-        f"{num_too_long:,} rows leave no room to generate in the context of {facts.context_tokens:,} tokens and become "
-        f"error rows; the longest has {int(facts.plan.prompt_tokens.max()):,} tokens"
+        f"{num_too_long:,} prompts leave no room to generate in the context of {facts.context_tokens:,} tokens and "
+        f"become error rows; the longest has {int(facts.plan.prompt_tokens.max()):,} tokens"
     )
 
 
@@ -87,7 +87,7 @@ def _duplicates(facts: PlanFacts) -> str | None:
     num_repeated = int(np.maximum(equal_prompts - 1, 0).sum())
     if num_repeated < WORTH_SAYING * plan.num_prompts:
         return None
-    return f"{num_repeated:,} rows ({num_repeated / plan.num_prompts:.0%}) repeat the prompt of another row"
+    return f"{num_repeated:,} prompts ({num_repeated / plan.num_prompts:.0%}) equal an earlier one, of another row or sample"
 
 
 def _block_loss(facts: PlanFacts) -> str | None:

@@ -49,20 +49,16 @@ def simulate_demand(plan: Plan, *, max_sequences: int, step_tokens: int, block_s
     prefill_steps = plan.computed_tokens(block_size) / prefill_tokens_per_step
     admitted, prefilled, finished = _run_in_order(plan, prefill_steps=prefill_steps, max_sequences=max_sequences)
 
-    begin = np.cumsum(plan.num_samples) - plan.num_samples
-    prompt_admitted = admitted[begin]
-    prompt_finished = np.maximum.reduceat(finished, begin)
     own = own_tokens(plan.tree, plan.prompt_tokens)
     span = plan.tree.end - plan.tree.start
-    node_finished = interval_max(prompt_finished, first=plan.tree.first, last=plan.tree.last)
-    generated = finished - prefilled
+    node_finished = interval_max(finished, first=plan.tree.first, last=plan.tree.last)
     events = (
-        _Events(time=prompt_admitted, tokens=own),
-        _Events(time=prompt_finished, tokens=-own),
-        _Events(time=prompt_admitted[plan.tree.first], tokens=span),
+        _Events(time=admitted, tokens=own),
+        _Events(time=admitted[plan.tree.first], tokens=span),
         _Events(time=node_finished, tokens=-span),
         _Events(time=prefilled, sequences=1),
-        _Events(time=finished, tokens=-generated, sequences=-1),
+        # The difference of the times, not the count, so that what the running sequences added cancels exactly.
+        _Events(time=finished, tokens=-own - (finished - prefilled), sequences=-1),
     )
     return _integrate(events)
 
@@ -70,25 +66,19 @@ def simulate_demand(plan: Plan, *, max_sequences: int, step_tokens: int, block_s
 def _run_in_order(
     plan: Plan, *, prefill_steps: np.ndarray, max_sequences: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Step at which each sequence (each sample of each prompt) is admitted, prefilled and finished."""
-    steps = np.repeat(prefill_steps, plan.num_samples)
-    first_sample = np.cumsum(plan.num_samples) - plan.num_samples
-    forked = np.ones(len(steps), dtype=bool)
-    forked[first_sample] = False
-    steps[forked] = 0.0
-    decode = np.repeat(plan.decode_tokens, plan.num_samples)
+    """Step at which the prompt at each plan position is admitted, prefilled and finished."""
     free_at = [0.0] * max_sequences
     prefill_clock = 0.0
     admitted: list[float] = []
     prefilled: list[float] = []
-    for prefill, generate in zip(steps.tolist(), decode.tolist(), strict=True):
+    for prefill, generate in zip(prefill_steps.tolist(), plan.decode_tokens.tolist(), strict=True):
         at = max(free_at[0], prefill_clock)
         prefill_clock = at + prefill
         heapq.heapreplace(free_at, prefill_clock + generate)
         admitted.append(at)
         prefilled.append(prefill_clock)
     ready = np.array(prefilled)
-    return np.array(admitted), ready, ready + decode
+    return np.array(admitted), ready, ready + plan.decode_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -13,15 +12,10 @@ from batchllm.plan.cost import Rates, predict
 from batchllm.plan.demand import simulate_demand
 from batchllm.plan.explanation import Explanation, HistogramBar, SharedRun
 from batchllm.plan.plan import Plan
+from batchllm.plan.store import PromptStore
 
 NUM_BIGGEST_NODES = 10
 TEXT_TOKENS = 48
-
-
-class PromptTokens(Protocol):
-    """Where the tokens of prompt `index`, its place in the store, are read."""
-
-    def tokens(self, index: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +44,7 @@ class EngineLimits:
 
 def explain(
     plan: Plan,
-    store: PromptTokens,
+    store: PromptStore,
     *,
     model: ModelFacts,
     limits: EngineLimits,
@@ -64,7 +58,7 @@ def explain(
     prediction = predict(
         plan, demand, rates=rates, kv_bytes_per_token=model.kv_bytes_per_token, block_size=limits.block_size
     )
-    row_tokens = plan.prompt_tokens + plan.decode_tokens.astype(np.int64) * plan.num_samples
+    row_tokens = plan.prompt_tokens.astype(np.int64) + plan.decode_tokens
     facts = PlanFacts(
         plan=plan,
         demand=demand,
@@ -74,6 +68,7 @@ def explain(
         max_sequences=limits.max_sequences,
     )
     return Explanation(
+        num_rows=len(np.unique(store.row_index)),
         num_prompts=plan.num_prompts,
         prompt_tokens=plan.total_prompt_tokens,
         unique_prompt_tokens=plan.unique_prompt_tokens,
@@ -110,7 +105,7 @@ def token_histogram(prompt_tokens: np.ndarray) -> tuple[HistogramBar, ...]:
 
 
 def biggest_nodes(
-    plan: Plan, store: PromptTokens, *, decode_text: Callable[[Sequence[int]], str]
+    plan: Plan, store: PromptStore, *, decode_text: Callable[[Sequence[int]], str]
 ) -> tuple[SharedRun, ...]:
     """The nodes that save most tokens: each of their prompts but the first finds them computed."""
     tree = plan.tree

@@ -33,8 +33,12 @@ class SharedRun:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Everything `batchllm plan` prints. Tokens, bytes and seconds; `tail_share` as in `Demand`."""
+    """Everything `batchllm plan` prints. Tokens, bytes and seconds; `tail_share` as in `Demand`.
 
+    `num_prompts` counts every sample of a row, `num_rows` the rows. KV bytes per row are those of one sample.
+    """
+
+    num_rows: int
     num_prompts: int
     prompt_tokens: int
     unique_prompt_tokens: int
@@ -70,14 +74,15 @@ class Explanation:
 def _prompts(explanation: Explanation) -> list[str]:
     lines = [
         "prompts",
-        f"  rows             {explanation.num_prompts:,}",
+        f"  rows             {explanation.num_rows:,}",
+        f"  samples          {explanation.num_prompts:,}",
         f"  prompt tokens    {explanation.prompt_tokens:,}",
         f"  may generate     {explanation.decode_tokens:,} tokens",
     ]
     most = max((bar.num_prompts for bar in explanation.histogram), default=0)
     for bar in explanation.histogram:
         drawn = "#" * -(-bar.num_prompts * BAR_CHARACTERS // most)
-        lines.append(f"  {bar.low:>9,} - {bar.high:<9,} {bar.num_prompts:>11,} rows  {drawn}".rstrip())
+        lines.append(f"  {bar.low:>9,} - {bar.high:<9,} {bar.num_prompts:>11,}  {drawn}".rstrip())
     return lines
 
 
@@ -91,7 +96,9 @@ def _sharing(explanation: Explanation) -> list[str]:
     ]
     for run in explanation.biggest_nodes:
         depth = f"tokens {run.start:,} to {run.end:,}"
-        lines.append(f"  {run.tokens_saved:>13,} saved  {run.num_prompts:>9,} rows  {depth:<22}  {_one_line(run.text)}")
+        lines.append(
+            f"  {run.tokens_saved:>13,} saved  {run.num_prompts:>9,} prompts  {depth:<22}  {_one_line(run.text)}"
+        )
     return lines
 
 

@@ -17,17 +17,18 @@ NEVER = np.iinfo(np.int64).max
 def block_owner(tree: PrefixTree, *, position: np.ndarray, block: np.ndarray, block_size: int) -> np.ndarray:
     """int32: the node that owns block number `block` of the prompt at plan position `position`; -1 if it is private.
 
-    `position` and `block` are int arrays of one shape.
+    `position` and `block` are int `[B]`. Costs nothing per node of the tree.
     """
     last_token = (np.asarray(block, dtype=np.int64) + 1) * block_size - 1
-    # Slot -1 of each stands for "no node". From the leaf up, the first node that starts early enough holds the token.
-    end = np.append(tree.end, np.int32(0))
-    start = np.append(tree.start, np.int32(0))
-    parent = np.append(tree.parent, np.int32(NO_NODE))
-    leaf = tree.leaf_node[position]
-    node = np.where(end[leaf] > last_token, leaf, np.int32(NO_NODE))
-    while (above := start[node] > last_token).any():
-        node = np.where(above, parent[node], node)
+    node = tree.leaf_node[position]
+    climbing = np.flatnonzero(node != NO_NODE)
+    private = tree.end[node[climbing]] <= last_token[climbing]
+    node[climbing[private]] = NO_NODE
+    climbing = climbing[~private]
+    # From the leaf up, the first node that starts at or before the token holds it.
+    while len(climbing):
+        climbing = climbing[tree.start[node[climbing]] > last_token[climbing]]
+        node[climbing] = tree.parent[node[climbing]]
     return node
 
 

@@ -15,12 +15,11 @@ from batchllm.plan.tree import NO_NODE, PrefixTree, number_depth_first, own_toke
 
 
 def blend_order(
-    tree: PrefixTree, *, prompt_tokens: np.ndarray, decode_tokens: np.ndarray, num_samples: np.ndarray
+    tree: PrefixTree, *, prompt_tokens: np.ndarray, decode_tokens: np.ndarray
 ) -> tuple[np.ndarray, PrefixTree]:
     """Reorders siblings; returns int64 `[N]`, the old position at each new one, and the tree over the new positions.
 
-    Int `[N]` by old position: `prompt_tokens`, the prompt's length; `decode_tokens`, the most that each of its
-    `num_samples` samples may generate.
+    Int `[N]` by old position: `prompt_tokens`, the prompt's length; `decode_tokens`, the most that it may generate.
     """
     num_nodes, num_prompts = tree.num_nodes, tree.num_prompts
     if num_prompts == 0:
@@ -32,8 +31,7 @@ def blend_order(
     own = own_tokens(tree, prompt_tokens)
     below = interval_sum(tree.end - tree.start, first=np.arange(num_nodes), last=np.searchsorted(tree.first, tree.last))
     prefill = np.concatenate((interval_sum(own, **spans) + below, own)).astype(np.float64)
-    generated = decode_tokens.astype(np.int64) * num_samples
-    decode = np.concatenate((interval_sum(generated, **spans), generated)).astype(np.float64)
+    decode = np.concatenate((interval_sum(decode_tokens, **spans), decode_tokens)).astype(np.float64)
     position = np.concatenate((tree.first, np.arange(num_prompts, dtype=np.int64)))
 
     sibling_order = _sibling_order(parent, prefill=prefill, decode=decode, longest=longest, position=position)

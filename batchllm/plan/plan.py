@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from batchllm.plan.order import blend_order
 from batchllm.plan.sort import sort_sequences
+from batchllm.plan.store import PromptStore
 from batchllm.plan.tree import PrefixTree, build_tree, shared_with_previous
-from batchllm.prompt import SamplingParams
-
-
-class StagedPrompts(Protocol):
-    """What planning reads of a prompt store: where each prompt's tokens lie, and how it is sampled.
-
-    `folder` holds `tokens.bin`, little-endian int32. `offset` int64 and `length` int32 `[N]` count tokens in it;
-    `sampling_id` int32 `[N]` indexes `sampling`.
-    """
-
-    @property
-    def folder(self) -> Path: ...
-    @property
-    def offset(self) -> np.ndarray: ...
-    @property
-    def length(self) -> np.ndarray: ...
-    @property
-    def sampling_id(self) -> np.ndarray: ...
-    @property
-    def sampling(self) -> list[SamplingParams]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +18,7 @@ class Plan:
 
     `order` int64 `[N]`: the prompt (number in the store) at each position. `shared_tokens` int32 `[N]`: leading tokens
     that some earlier position has too, always the one just before. `prompt_tokens` int32 `[N]`: the prompt's length.
-    `decode_tokens` int32 `[N]`: the most that each of its `num_samples` int32 `[N]` samples may generate.
+    `decode_tokens` int32 `[N]`: the most it may generate. A row with several samples is as many prompts.
     """
 
     order: np.ndarray
@@ -47,7 +26,6 @@ class Plan:
     shared_tokens: np.ndarray
     prompt_tokens: np.ndarray
     decode_tokens: np.ndarray
-    num_samples: np.ndarray
 
     @property
     def num_prompts(self) -> int:
@@ -71,7 +49,7 @@ class Plan:
     @property
     def total_decode_tokens(self) -> int:
         """The most tokens the batch may generate."""
-        return int((self.decode_tokens.astype(np.int64) * self.num_samples).sum())
+        return int(self.decode_tokens.sum(dtype=np.int64))
 
     def computed_tokens(self, block_size: int) -> np.ndarray:
         """int32 `[N]`: prompt tokens each position computes when whole blocks are shared, its last token never."""
@@ -80,7 +58,7 @@ class Plan:
 
 
 def make_plan(
-    store: StagedPrompts, *, prefix_sharing: bool, max_model_tokens: int | None = None, window_bytes: int = 256 << 20
+    store: PromptStore, *, prefix_sharing: bool, max_model_tokens: int | None = None, window_bytes: int = 256 << 20
 ) -> Plan:
     """Plans all prompts of `store`. Memory stays below about 100 bytes a prompt plus three times `window_bytes`.
 
@@ -96,12 +74,10 @@ def make_plan(
         order = np.arange(len(store.length), dtype=np.int64)
         tree = build_tree(np.zeros(len(order), dtype=np.int32))
     decode_tokens = most_decode_tokens(store, max_model_tokens=max_model_tokens)
-    num_samples = np.ones(len(store.length), dtype=np.int32)
     blended, tree = blend_order(
         tree,
         prompt_tokens=store.length[order],
         decode_tokens=decode_tokens[order],
-        num_samples=num_samples[order],
     )
     order = order[blended]
     return Plan(
@@ -110,12 +86,11 @@ def make_plan(
         shared_tokens=shared_with_previous(tree),
         prompt_tokens=store.length[order],
         decode_tokens=decode_tokens[order],
-        num_samples=num_samples[order],
     )
 
 
-def most_decode_tokens(store: StagedPrompts, *, max_model_tokens: int | None) -> np.ndarray:
-    """int32 `[N]` by prompt: the most tokens that one sample of each may generate."""
+def most_decode_tokens(store: PromptStore, *, max_model_tokens: int | None) -> np.ndarray:
+    """int32 `[N]` by prompt: the most tokens that each may generate."""
     limit = np.array([params.max_tokens for params in store.sampling], dtype=np.int32)[store.sampling_id]
     if max_model_tokens is None:
         return limit

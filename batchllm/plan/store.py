@@ -92,9 +92,10 @@ class PromptStore:
         last = np.cumsum(num_samples)
         self.num_prompts = int(num_samples.sum())
         self.sample_index = (np.arange(self.num_prompts) - np.repeat(last - num_samples, num_samples)).astype(np.int32)
-        self.row_index, self.offset, self.length, self.sampling_id = (
-            np.repeat(column, num_samples) for column in (self.row_index, self.offset, self.length, self.sampling_id)
-        )
+        self.row_index = np.repeat(self.row_index, num_samples)
+        self.offset = np.repeat(self.offset, num_samples)
+        self.length = np.repeat(self.length, num_samples)
+        self.sampling_id = np.repeat(self.sampling_id, num_samples)
 
     def tokens(self, index: int) -> np.ndarray:
         """int32 `[length]`: the tokens of prompt `index` (its place in the store, not its row)."""

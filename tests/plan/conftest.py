@@ -1,46 +1,38 @@
-"""In-memory prompts for planning tests: the fields of the prompt store, over a token file."""
+"""Staged prompts for planning tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
+from batchllm.plan.store import PromptStore
 from batchllm.prompt import SamplingParams
 
 
-@dataclass(frozen=True)
-class ListedPrompts:
-    folder: Path
-    offset: np.ndarray
-    length: np.ndarray
-    sampling_id: np.ndarray
-    sampling: list[SamplingParams]
-
-    def tokens(self, number: int) -> np.ndarray:
-        begin = int(self.offset[number])
-        return np.fromfile(self.folder / "tokens.bin", dtype="<i4")[begin : begin + int(self.length[number])]
-
-
 @pytest.fixture(scope="session")
-def stage_prompts(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ListedPrompts]:
-    """A function (prompts, max_tokens=None) -> staged prompts, each call in a folder of its own."""
+def stage_prompts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., PromptStore]]:
+    """A function (prompts, max_tokens=None) -> a finished store in a folder of its own; it closes the store before."""
+    open_stores: list[PromptStore] = []
 
-    def stage(prompts: list[list[int]], max_tokens: list[int] | None = None) -> ListedPrompts:
-        folder = tmp_path_factory.mktemp("prompts")
-        length = np.array([len(p) for p in prompts], dtype=np.int32)
-        np.array([token for p in prompts for token in p], dtype="<i4").tofile(folder / "tokens.bin")
+    def stage(prompts: list[list[int]], max_tokens: list[int] | None = None) -> PromptStore:
+        while open_stores:
+            open_stores.pop().close()
+        store = PromptStore(tmp_path_factory.mktemp("prompts"))
+        open_stores.append(store)
         limits = max_tokens or [16] * len(prompts)
-        distinct = sorted(set(limits))
-        return ListedPrompts(
-            folder=folder,
-            offset=np.cumsum(length, dtype=np.int64) - length,
-            length=length,
-            sampling_id=np.array([distinct.index(limit) for limit in limits], dtype=np.int32),
-            sampling=[SamplingParams(max_tokens=limit) for limit in distinct],
+        store.append_batch(
+            row_index=np.arange(len(prompts)),
+            lengths=np.array([len(prompt) for prompt in prompts], dtype=np.int32),
+            tokens=np.array([token for prompt in prompts for token in prompt], dtype=np.int32),
+            sampling_ids=np.array(
+                [store.intern_sampling(SamplingParams(max_tokens=limit)) for limit in limits], dtype=np.int32
+            ),
         )
+        store.finish()
+        return store
 
-    return stage
+    yield stage
+    while open_stores:
+        open_stores.pop().close()

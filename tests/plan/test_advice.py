@@ -54,12 +54,12 @@ def test_a_plain_batch_gets_no_advice(advice_for: Advise) -> None:
 
 def test_rows_that_fill_the_context_are_counted(advice_for: Advise) -> None:
     (remark,) = advice_for([[i] * 50 for i in range(8)] + [[99] * 64, [98] * 70], context_tokens=64)
-    assert remark.startswith("2 rows leave no room") and "longest has 70 tokens" in remark
+    assert remark.startswith("2 prompts leave no room") and "longest has 70 tokens" in remark
 
 
 def test_repeated_prompts_are_counted_beyond_the_first_of_each(advice_for: Advise) -> None:
     prompts = [[1, 2, 3]] * 3 + [[1, 2]] * 2 + [[1, 2, 3, 4], [7], [8], [9], [10]]
-    assert advice_for(prompts) == ("3 rows (30%) repeat the prompt of another row",)
+    assert advice_for(prompts) == ("3 prompts (30%) equal an earlier one, of another row or sample",)
 
 
 def test_sharing_lost_to_block_borders_is_counted(advice_for: Advise) -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from batchllm.plan.demand import simulate_demand
 from batchllm.plan.plan import make_plan
-from batchllm.prompt import SamplingParams
 
 Stage = Callable[..., Any]
 HUGE_STEP = 1 << 40  # prompts take no time
@@ -34,12 +33,9 @@ def test_a_shared_run_is_held_once_and_freed_with_its_last_prompt(stage_prompts:
     assert in_turn.num_steps == pytest.approx(40)
 
 
-def test_samples_of_one_prompt_share_its_tokens(stage_prompts: Stage) -> None:
-    store = stage_prompts([[1] * 100], [10])
-    store.sampling[0] = SamplingParams(max_tokens=10, n=3)
-    demand = simulate_demand(
-        make_plan(store, prefix_sharing=True), max_sequences=8, step_tokens=HUGE_STEP, block_size=16
-    )
+def test_equal_prompts_hold_their_tokens_once(stage_prompts: Stage) -> None:
+    plan = make_plan(stage_prompts([[1] * 100] * 3, [10] * 3), prefix_sharing=True)
+    demand = simulate_demand(plan, max_sequences=8, step_tokens=HUGE_STEP, block_size=16)
     assert demand.peak_live_tokens == 100 + 3 * 10
 
 
@@ -78,7 +74,6 @@ def test_blending_ends_a_mixed_batch_sooner_than_token_order_or_longest_first(st
             shared_tokens=plan.shared_tokens[positions],
             prompt_tokens=plan.prompt_tokens[positions],
             decode_tokens=plan.decode_tokens[positions],
-            num_samples=plan.num_samples[positions],
         )
         return simulate_demand(reordered, max_sequences=64, step_tokens=512, block_size=16).num_steps
 

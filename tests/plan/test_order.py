@@ -10,12 +10,7 @@ from batchllm.plan.tree import build_tree
 
 def order_of(lcp: list[int], *, prompt: list[int], decode: list[int]) -> list[int]:
     tree = build_tree(np.array(lcp, dtype=np.int32))
-    order, _ = blend_order(
-        tree,
-        prompt_tokens=np.array(prompt),
-        decode_tokens=np.array(decode),
-        num_samples=np.ones(len(prompt), dtype=np.int32),
-    )
+    order, _ = blend_order(tree, prompt_tokens=np.array(prompt), decode_tokens=np.array(decode))
     return list(order.tolist())
 
 
@@ -53,9 +48,7 @@ def test_a_chain_of_nested_prefixes_keeps_every_node_contiguous() -> None:
     size = 2000
     tree = build_tree(np.arange(size, dtype=np.int32))
     decode = np.arange(size)[::-1] % 7
-    order, reordered = blend_order(
-        tree, prompt_tokens=np.arange(1, size + 1), decode_tokens=decode, num_samples=np.ones(size, dtype=np.int32)
-    )
+    order, reordered = blend_order(tree, prompt_tokens=np.arange(1, size + 1), decode_tokens=decode)
     for node in range(0, size - 1, 97):
         held = order[reordered.first[node] : reordered.last[node]]
         assert held.min() == reordered.end[node] - 1 and len(held) == size - held.min()

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchllm.plan.plan import make_plan, most_decode_tokens
-from batchllm.prompt import SamplingParams
 
 Stage = Callable[..., Any]
 
@@ -86,12 +85,6 @@ def test_what_a_prompt_may_generate_ends_at_the_context(stage_prompts: Stage) ->
     store = stage_prompts([[1] * 10, [1] * 95, [1] * 120], [20, 20, 20])
     assert most_decode_tokens(store, max_model_tokens=100).tolist() == [20, 5, 0]
     assert most_decode_tokens(store, max_model_tokens=None).tolist() == [20, 20, 20]
-
-
-def test_every_sample_counts_as_generated_tokens(stage_prompts: Stage) -> None:
-    store = stage_prompts([[1] * 10, [2] * 95], [20, 20])
-    store.sampling[0] = SamplingParams(max_tokens=20, n=3)
-    assert make_plan(store, prefix_sharing=True, max_model_tokens=100).total_decode_tokens == 60 + 15
 
 
 def test_whole_blocks_are_reused_but_never_the_last_token(stage_prompts: Stage) -> None:

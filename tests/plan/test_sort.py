@@ -73,6 +73,14 @@ def test_sequences_far_apart_in_the_file_are_read_without_what_lies_between(tmp_
     assert result.order.tolist() == [1, 0]
 
 
+def test_sequences_over_the_same_tokens_are_duplicates_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    np.array([5, 6, 7, 1], dtype="<i4").tofile(path)
+    result = sort_sequences(path, offset=np.array([0, 0, 3, 0]), length=np.array([3, 3, 1, 2]))
+    assert result.order.tolist() == [2, 3, 0, 1]
+    assert result.lcp.tolist() == [0, 0, 2, 3]
+
+
 def test_a_truncated_token_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     np.arange(10, dtype="<i4").tofile(path)
