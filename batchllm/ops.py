@@ -12,6 +12,8 @@ import torch
 from batchllm.errors import JobError
 from batchllm.kernels import activation, attention, blocks, linear, norm, rope
 from batchllm.kernels.attention import AttentionPlan
+from batchllm.kernels.native import library as native_library
+from batchllm.kernels.native import operations as native
 
 ENVIRONMENT_VARIABLE = "BATCHLLM_KERNELS"
 
@@ -78,9 +80,39 @@ REFERENCE = Kernels(
 )
 
 
+def native_kernels() -> Kernels | str:
+    """The native CPU kernels, or the reason why they cannot run here."""
+    library = native_library.load()
+    if isinstance(library, str):
+        return library
+    return Kernels(
+        name="native",
+        rms_norm=native.rms_norm,
+        rope_write_kv=native.rope_write_kv,
+        attention=native.attention,
+        silu_mul=native.silu_mul,
+        pack_linear=native.pack_linear,
+        linear=native.linear,
+        linear_argmax=native.linear_argmax,
+        gather_blocks=native.gather_blocks,
+        scatter_blocks=native.scatter_blocks,
+        copy_blocks=native.copy_blocks,
+    )
+
+
 def select_kernels(device: torch.device) -> Kernels:
     """The kernels for `device`. `BATCHLLM_KERNELS` names a backend; asking for one that cannot run raises JobError."""
     asked = os.environ.get(ENVIRONMENT_VARIABLE, "")
-    if asked in ("", "reference"):
+    if asked == "reference":
         return REFERENCE
-    raise JobError(f"{ENVIRONMENT_VARIABLE}={asked}: no such kernels; use reference")
+    if asked not in ("", "native"):
+        raise JobError(f"{ENVIRONMENT_VARIABLE}={asked}: no such kernels; use native or reference")
+    try:
+        native_or_reason = native_kernels() if device.type == "cpu" else f"not for {device.type}"
+    except ValueError as error:
+        raise JobError(f"{native_library.PATH_VARIABLE}={os.environ.get(native_library.PATH_VARIABLE)}: {error}") from None
+    if isinstance(native_or_reason, Kernels):
+        return native_or_reason
+    if asked == "native":
+        raise JobError(f"{ENVIRONMENT_VARIABLE}=native: {native_or_reason}")
+    return REFERENCE
