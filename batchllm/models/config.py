@@ -22,7 +22,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary frequencies: theta^(-2i/head_dim), divided by `linear_factor`, `llama3`'s rule or `factors` [head_dim / 2]."""
+    """Rotary frequencies: theta^(-2i/head_dim), divided by `linear_factor`, by `llama3`'s rule, or by `factors`.
+
+    `factors` has head_dim / 2 divisors.
+    """
 
     theta: float
     linear_factor: float = 1.0

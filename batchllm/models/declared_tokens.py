@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeclaredTokens:
-    """`eos_ids`: the union of all sources; `chat_template`: Jinja; `vocab_size`: the model's, may exceed the tokenizer's."""
+    """`eos_ids`: the union of all sources. `chat_template`: Jinja source.
+
+    `vocab_size`: the model's, which may exceed the tokenizer's.
+    """
 
     bos_id: int | None
     add_bos: bool

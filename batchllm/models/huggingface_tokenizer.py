@@ -58,7 +58,7 @@ def _adds_bos(pipeline: tokenizers.Tokenizer, settings: dict[str, Any], bos_id: 
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """Of chat_template.jinja, tokenizer_config.json (one text, or named ones: `default`), chat_template.json the first."""
+    """The first of chat_template.jinja, tokenizer_config.json (one text, or `default` of named ones), the old .json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
