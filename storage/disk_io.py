@@ -89,6 +89,7 @@ class IoThread:
         self._again: deque[Request] = deque()
         self._next_tag = 1
         self._is_closing = False
+        self._is_idle = False
         self._queue: SubmissionQueue | None = None
         self._lock = threading.Lock()  # guards the hand-over between `submit` and a thread that ends
         self._has_ended = False
@@ -102,7 +103,9 @@ class IoThread:
         with self._lock:
             if not self._has_ended:
                 self._inbox.append(request)
-                if self._queue is not None:
+                # Awake or with all of its depth in flight, the thread finds the request by itself.
+                if self._is_idle and self._queue is not None:
+                    self._is_idle = False
                     self._queue.wake()
                 return
         self._finish(request, Outcome.FAILED, code=errno.EIO)
@@ -156,7 +159,12 @@ class IoThread:
                     return
             began_s = time.monotonic()
             was_busy = bool(self._in_flight)
+            # Set before the last look at the inbox: a request is either seen there or wakes the wait.
+            self._is_idle = len(self._in_flight) < self._depth
+            if self._is_idle and self._inbox and not self._again:
+                continue
             completions = submissions.wait()
+            self._is_idle = False
             if was_busy:
                 self.busy_s += time.monotonic() - began_s
             for completion in completions:

@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -95,8 +96,7 @@ def checksum(payload: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """What a slot says about itself. `written_s` is unix time; a higher `generation` was written later."""
 
     key: bytes
