@@ -87,6 +87,7 @@ class IoThread:
         self._inbox: deque[Request] = deque()
         self._in_flight: dict[int, Request] = {}
         self._again: deque[Request] = deque()
+        self._handled: Request | None = None  # taken from one of the above and not yet in another
         self._next_tag = 1
         self._is_closing = False
         self._is_idle = False
@@ -108,7 +109,7 @@ class IoThread:
                     self._is_idle = False
                     self._queue.wake()
                 return
-        self._finish(request, Outcome.FAILED, code=errno.EIO)
+        self._finish_io_error(request, errno.EIO)
 
     def close(self) -> None:
         """End all requests, then the thread."""
@@ -141,8 +142,12 @@ class IoThread:
                 self._queue.close()  # waits for the kernel to let go of every buffer
             except OSError as error:
                 self.failure = self.failure or error
-        for request in [*self._in_flight.values(), *self._again, *self._inbox]:
-            self._finish(request, Outcome.FAILED, code=errno.EIO)
+        held = {id(request): request for request in (*self._in_flight.values(), *self._again, *self._inbox)}
+        if self._handled is not None:
+            held[id(self._handled)] = self._handled
+        for request in held.values():
+            if request.outcome is None:
+                self._finish_io_error(request, errno.EIO)
         self._in_flight.clear()
         self._again.clear()
         self._inbox.clear()
@@ -175,7 +180,7 @@ class IoThread:
         """Put in flight what there is room for: first what has to go again, then what is new."""
         while len(self._in_flight) < self._depth and (self._again or self._inbox):
             is_again = bool(self._again)
-            request = self._again.popleft() if is_again else self._inbox.popleft()
+            request = self._handled = self._again.popleft() if is_again else self._inbox.popleft()
             if not is_again:
                 self._prepare(request)
             if not self._submit(submissions, request):
@@ -226,7 +231,7 @@ class IoThread:
         return True
 
     def _take(self, completion: Completion) -> None:
-        request = self._in_flight.pop(completion.tag)
+        request = self._handled = self._in_flight.pop(completion.tag)
         result = completion.result
         if -result in _TRY_AGAIN:
             self._retry(request, -result)

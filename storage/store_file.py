@@ -15,6 +15,7 @@ import hashlib
 import os
 import struct
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ _MAGIC = b"BLLMKVF1"
 _FIELDS = struct.Struct("<8s32sQQ")  # magic, fingerprint, block bytes, stride
 _CHECKSUM = struct.Struct("<Q")
 _FREE_SPACE_KEPT = 0.05
+_LOCK_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +121,10 @@ def _open_locked(path: Path, *, fingerprint: bytes, notes: list[str]) -> int:
     """The kept file, locked; -1 where it is another's for now."""
     while True:
         file_descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        refusal = _lock(file_descriptor)
+        if refusal:
             os.close(file_descriptor)
-            if error.errno != errno.EWOULDBLOCK:
-                notes.append(f"{path.name}: cannot be locked ({error.strerror}), a private file is used")
-            else:
-                notes.append(f"{path.name}: held by another process, a private file is used")
+            notes.append(f"{path.name}: {refusal}, a private file is used")
             return -1
         stored = read_superblock(file_descriptor)
         if stored is not None and stored.fingerprint != fingerprint:
@@ -139,6 +137,24 @@ def _open_locked(path: Path, *, fingerprint: bytes, notes: list[str]) -> int:
         except FileNotFoundError:
             pass
         os.close(file_descriptor)  # removed between open and lock: what we hold has no name any more
+
+
+def _lock(file_descriptor: int) -> str:
+    """Lock the file for this process; why not, where it cannot be.
+
+    Tried for a moment: the kernel ends a killed process's I/O, and with it frees its lock, shortly after its death.
+    """
+    deadline_s = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return ""
+        except BlockingIOError:
+            if time.monotonic() >= deadline_s:
+                return "held by another process"
+            time.sleep(0.01)
+        except OSError as error:
+            return f"cannot be locked ({error.strerror})"
 
 
 def _open_private(folder: Path) -> int:
