@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from batchllm.kernels.attention import CHUNK, AttentionPlan
-from batchllm.kernels.floats import as_kernel_operand, widen
+from batchllm.kernels.floats import as_kernel_operand, product, widen
 from batchllm.kernels.launch import jit, launch, next_power_of_2, tl
 from batchllm.kernels.tuning import Config, exact_config, launch_options, num_processors
 
@@ -199,10 +199,10 @@ def _attention_kernel(
             block = tl.load(table + key // BLOCK_SIZE, mask=written, other=0)
             slot = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE) * HEAD_DIM
             k = widen(tl.load(keys + slot[:, None] + dims[None, :], mask=written[:, None], other=0.0), q.dtype)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            s = product(q, tl.trans(k), tl.zeros([TILE_ROWS, TILE_KEYS], tl.float32))
             if DIM_REST > 0:
                 k = widen(tl.load(keys + slot[:, None] + rest[None, :], mask=written[:, None], other=0.0), q.dtype)
-                s = tl.dot(q_rest, tl.trans(k), s, input_precision="ieee")
+                s = product(q_rest, tl.trans(k), s)
             s = tl.where(key[None, :] <= last[:, None], s * score, float("-inf"))
             top = tl.maximum(chunk_peak, tl.max(s, 1))
             finite = tl.where(top == float("-inf"), 0.0, top)
@@ -212,10 +212,10 @@ def _attention_kernel(
             chunk_total = tl.fma(chunk_total, shrink, tl.sum(p, 1))
             p = p.to(q.dtype)
             v = widen(tl.load(values + slot[:, None] + dims[None, :], mask=written[:, None], other=0.0), q.dtype)
-            chunk_acc = tl.dot(p, v, chunk_acc * shrink[:, None], input_precision="ieee")
+            chunk_acc = product(p, v, chunk_acc * shrink[:, None])
             if DIM_REST > 0:
                 v = widen(tl.load(values + slot[:, None] + rest[None, :], mask=written[:, None], other=0.0), q.dtype)
-                chunk_rest = tl.dot(p, v, chunk_rest * shrink[:, None], input_precision="ieee")
+                chunk_rest = product(p, v, chunk_rest * shrink[:, None])
             # Kept in one loop, so that loads run ahead across chunks. An unfinished last chunk is folded behind the loop.
             if (start + TILE_KEYS) % CHUNK == 0:
                 if DIM_REST > 0:
@@ -231,6 +231,8 @@ def _attention_kernel(
         acc, peak, total = _fold(acc, peak, total, chunk_acc * value_scale, chunk_peak, chunk_total)
 
         if partial < 0:
+            # Rows of the tile behind the item's last one have seen nothing.
+            total = tl.where(valid, total, 1.0)
             tl.store(
                 out + query_offset[:, None] + dims[None, :], (acc / total[:, None]).to(q.dtype), mask=valid[:, None]
             )
@@ -280,6 +282,7 @@ def _merge_kernel(
         part_total = tl.load(sums + index, mask=head < NUM_HEADS, other=0.0)
         part_acc = tl.load(accumulators + index[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
         acc, peak, total = _fold(acc, peak, total, part_acc, part_peak, part_total)
+    total = tl.where(head < NUM_HEADS, total, 1.0)
     if stop > start:
         offset = (tl.load(merge_rows + number).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
         tl.store(out + offset[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)

@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import torch
 
-from batchllm.kernels.launch import is_interpreted, jit, tl
+from batchllm.kernels.launch import is_interpreted, jit, tl, triton
 
 E4M3_MAX = 448.0
 
 FP8_DTYPE = torch.float8_e4m3fn
+
+_INTERPRETED = None if triton is None else tl.constexpr(is_interpreted())
+
+
+@jit()
+def product(left: tl.tensor, right: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """`total` + left @ right in float32, float32 operands in full. The interpreter would multiply bfloat16 by its bit patterns."""
+    if _INTERPRETED:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
+    else:
+        return tl.dot(left, right, total, input_precision="ieee")
 
 
 @jit()
@@ -23,6 +34,8 @@ def widen(values: tl.tensor, dtype: tl.constexpr):
         # e4m3 moved to the place of float16's fields is 2**-8 times the value, for the exponent biases are 7 and 15.
         moved = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
         return (moved * 256.0).to(dtype)
+    elif values.dtype == tl.int8:
+        return values.to(tl.float32).to(dtype)
     else:
         return values.to(dtype)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from batchllm.kernels.floats import E4M3_MAX, FP8_DTYPE, as_kernel_operand, widen
+from batchllm.kernels.floats import E4M3_MAX, FP8_DTYPE, as_kernel_operand, product, widen
 from batchllm.kernels.launch import jit, launch, next_power_of_2, tl
 from batchllm.kernels.tuning import Config, bounded_config, launch_options, num_processors
 
@@ -114,8 +114,8 @@ def _product_tile(
         else:
             inside = (depth < in_size - start)[None, :]
             left = tl.load(x_tile + start, mask=inside, other=0.0)
-            right = tl.load(weight_tile + start, mask=inside, other=0)
-        y = tl.dot(left, tl.trans(widen(right, left.dtype)), y, input_precision="ieee")
+            right = tl.load(weight_tile + start, mask=inside, other=0.0)
+        y = product(left, tl.trans(widen(right, left.dtype)), y)
     if HAS_SCALE:
         y = y * tl.load(scale + channel)[None, :]
     if HAS_BIAS:

@@ -100,7 +100,7 @@ def _rope_write_kv_kernel(
     tl.store(target + HALF, second, mask=is_query)
 
     slot = tl.load(slots + row)
-    is_kv = mask & (head >= NUM_HEADS) & (slot >= 0)
+    is_kv = mask & (head >= NUM_HEADS) & (slot + 0 * head >= 0)
     # Keys and values of a layer are neighbours in the pool, so the number behind the query heads is side * NUM_KV_HEADS + head.
     side_head = layer * (2 * NUM_KV_HEADS) + (head - NUM_HEADS)
     target = kv + (slot // BLOCK_SIZE) * block_stride + side_head.to(tl.int64) * (BLOCK_SIZE * HEAD_DIM)

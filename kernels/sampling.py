@@ -190,7 +190,8 @@ def _sample_kernel(
             # A share of 0 still takes the largest logit.
             wanted = tl.maximum(tl.sum(mass, 0) * nucleus, 1e-30)
             floor = _search_threshold(row, vocabulary, peak, heat, floor, wanted, True, SEARCH_BLOCK)
-        lowest = tl.log(tl.load(min_p + number))
+        least = tl.load(min_p + number)
+        lowest = tl.where(least > 0, tl.log(tl.maximum(least, 1e-30)), float("-inf"))
         key = tl.load(seed + number)
         source = tl.load(stream + number)
         count = tl.load(step + number)
