@@ -204,6 +204,8 @@ def _attention_kernel(
                 k = widen(tl.load(keys + slot[:, None] + rest[None, :], mask=written[:, None], other=0.0), q.dtype)
                 s = product(q_rest, tl.trans(k), s)
             s = tl.where(key[None, :] <= last[:, None], s * score, float("-inf"))
+            # A new chunk starts from -inf, so `shrink` is 0 and wipes out the sums of the one before.
+            chunk_peak = tl.where(start % CHUNK == 0, float("-inf"), chunk_peak)
             top = tl.maximum(chunk_peak, tl.max(s, 1))
             finite = tl.where(top == float("-inf"), 0.0, top)
             p = tl.exp2(s - finite[:, None])
@@ -220,12 +222,10 @@ def _attention_kernel(
             if (start + TILE_KEYS) % CHUNK == 0:
                 if DIM_REST > 0:
                     acc_rest, _, _ = _fold(acc_rest, peak, total, chunk_rest * value_scale, chunk_peak, chunk_total)
-                    chunk_rest = tl.zeros([TILE_ROWS, DIM_REST], tl.float32)
                 acc, peak, total = _fold(acc, peak, total, chunk_acc * value_scale, chunk_peak, chunk_total)
-                chunk_peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-                chunk_total = tl.zeros([TILE_ROWS], tl.float32)
-                chunk_acc = tl.zeros([TILE_ROWS, DIM], tl.float32)
-        # A chunk that saw nothing changes no bit.
+        # A chunk that was folded is not folded twice; one that saw nothing changes no bit.
+        folded = tl.cdiv(stop, TILE_KEYS) * TILE_KEYS % CHUNK == 0
+        chunk_peak = tl.where(folded, float("-inf"), chunk_peak)
         if DIM_REST > 0:
             acc_rest, _, _ = _fold(acc_rest, peak, total, chunk_rest * value_scale, chunk_peak, chunk_total)
         acc, peak, total = _fold(acc, peak, total, chunk_acc * value_scale, chunk_peak, chunk_total)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from batchllm.kernels import tuning
 from batchllm.kernels.launch import is_interpreted, jit, tl, triton
 
 E4M3_MAX = 448.0
@@ -55,8 +56,7 @@ def as_kernel_operand(values: torch.Tensor) -> torch.Tensor:
     """`values` as a kernel loads it: e4m3 as bytes where Triton lacks the type, all else unchanged. Shares memory."""
     if values.dtype != FP8_DTYPE:
         return values
-    native = is_interpreted() or torch.cuda.get_device_capability(values.device) >= (8, 9)
-    return values if native else values.view(torch.uint8)
+    return values if tuning.describe_device(values.device).has_e4m3 else values.view(torch.uint8)
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:

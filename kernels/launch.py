@@ -39,6 +39,12 @@ def can_run(device: torch.device) -> bool:
     return triton is not None and (is_interpreted() or device.type == "cuda")
 
 
+def compiler_options(options: Mapping[str, int]) -> dict[str, int]:
+    """What a kernel is compiled with. Products and sums are fused only where a kernel says so: its bits must not hang on a choice
+    that the compiler may make one way in one specialisation and another way in the next."""
+    return {**options, "enable_fp_fusion": False}
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -57,7 +63,7 @@ def launch(
     if 0 in grid:
         return
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[grid](**arguments, **options)
+        kernel[grid](**arguments, **compiler_options(options))
 
 
 def next_power_of_2(value: int) -> int:

@@ -60,8 +60,13 @@ def _rms_norm_kernel(
 def rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`rms_norm` on a GPU; the rows of `x` and `residual` may have any stride, the weight has x's dtype."""
+    """`rms_norm` on a GPU; the rows of `x` and `residual` may have any stride, the weight has x's dtype.
+
+    Raises ValueError for rows of more than 16,384, which would not stay in registers.
+    """
     num_rows, hidden_size = x.shape
+    if hidden_size > 16384:
+        raise ValueError(f"rms_norm takes rows of up to 16384 values on a GPU, not {hidden_size}")
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     config = bounded_config("rms_norm", "any", hidden_size, x.device)
     launch(

@@ -108,7 +108,8 @@ def _rope_write_kv_kernel(
     stored = first.to(tl.float32)
     stored_second = second.to(tl.float32)
     if HAS_KV_SCALE:
-        divisor = tl.load(kv_scale + side_head, mask=head >= NUM_HEADS, other=1.0)
+        has_scale = (head >= NUM_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+        divisor = tl.load(kv_scale + side_head, mask=has_scale, other=1.0)
         stored = stored / divisor
         stored_second = stored_second / divisor
     if kv.dtype.element_ty == tl.uint8:

@@ -129,7 +129,7 @@ def _search_threshold(
     """The largest key such that the tokens at or above it, and above `floor`, weigh `target`: as counts, or as exp(z) by mass."""
     digit = tl.arange(0, 16)
     found = floor * 0
-    for level in tl.static_range(8):
+    for level in range(8):
         candidates = found | (digit << (28 - 4 * level)).to(tl.uint32)
         weights = tl.zeros([BLOCK, 16], tl.float32)
         for start in range(0, vocabulary, BLOCK):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +38,36 @@ def load_table(path: Path = TABLE_PATH) -> Mapping[str, Mapping[str, Mapping[str
     return table
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What launchers ask about a device: its row of the table, its streaming multiprocessors, whether it converts e4m3 itself."""
+
+    device_class: str
+    num_processors: int
+    has_e4m3: bool
+
+
 @functools.cache
-def device_class(device: torch.device) -> str:
-    """The row of the table that serves `device`."""
+def describe_device(device: torch.device) -> DeviceFacts:
+    """The facts of a CUDA device; in the interpreter, those of a small one, so that persistent grids stay grids."""
     if is_interpreted():
-        return "interpreter"
-    major, _minor = torch.cuda.get_device_capability(device)
-    return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
+        return DeviceFacts(device_class="interpreter", num_processors=2, has_e4m3=True)
+    capability = torch.cuda.get_device_capability(device)
+    return DeviceFacts(
+        device_class={9: "sm_90", 10: "sm_100"}.get(capability[0], "sm_80"),
+        num_processors=torch.cuda.get_device_properties(device).multi_processor_count,
+        has_e4m3=capability >= (8, 9),
+    )
 
 
-@functools.cache
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of `device`: persistent grids are sized by it. 2 in the interpreter, so that grids stay grids."""
-    return 2 if is_interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
+    """Streaming multiprocessors of `device`: persistent grids are sized by it."""
+    return describe_device(device).num_processors
 
 
 def exact_config(operation: str, shape_class: str, device: torch.device) -> Config:
     """The configuration of exactly this shape class; ValueError names what the table has."""
-    configs = load_table()[device_class(device)][operation]
+    configs = load_table()[describe_device(device).device_class][operation]
     if shape_class not in configs:
         raise ValueError(f"no {operation} configuration for {shape_class}; the tuning table has {', '.join(configs)}")
     return configs[shape_class]
@@ -62,7 +75,7 @@ def exact_config(operation: str, shape_class: str, device: torch.device) -> Conf
 
 def bounded_config(operation: str, kind: str, size: int, device: torch.device) -> Config:
     """The configuration of `kind` with the smallest bound that is at least `size`, else the one with the largest bound."""
-    configs = load_table()[device_class(device)][operation]
+    configs = load_table()[describe_device(device).device_class][operation]
     bounds = sorted(int(name.partition("/")[2]) for name in configs if name.partition("/")[0] == kind)
     if not bounds:
         raise ValueError(f"no {operation} configuration for {kind}; the tuning table has {', '.join(configs)}")
