@@ -119,7 +119,7 @@ def _text_reader(files: tuple[Path, ...]) -> str | None:
     if name.endswith((".csv", ".tsv")):
         return f"SELECT * FROM read_csv([{listed}], header = true, all_varchar = true)"
     if name.endswith((".jsonl", ".ndjson")):
-        options = "format = 'newline_delimited', dateformat = 'never', timestampformat = 'never'"
+        options = "format = 'newline_delimited', records = true, dateformat = 'never', timestampformat = 'never'"
         return f"SELECT * FROM read_json([{listed}], {options})"
     return None
 
@@ -159,7 +159,8 @@ def _spool_fingerprint(table: ParquetFiles) -> dict[str, object]:
     connection = duckdb.connect()
     try:
         digest = connection.execute(
-            "SELECT bit_xor(hash(rows)) FROM read_parquet(?, file_row_number = true) AS rows", [str(table.files[0])]
+            "SELECT bit_xor(hash(rows, file_row_number)) FROM read_parquet(?, file_row_number = true) AS rows",
+            [str(table.files[0])],
         ).fetchone()
     finally:
         connection.close()
