@@ -38,6 +38,11 @@ class Input:
     fingerprint: dict[str, object]
     table: ParquetFiles
 
+    @property
+    def total_rows(self) -> int:
+        """All rows, also those that a limit leaves for a later run; resume counts these."""
+        return self.table.num_rows
+
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, a small batch at a time, with `columns` under the types they have. Raises InputError."""
         left = self.num_rows
