@@ -297,23 +297,27 @@ with open_run(Path(sys.argv[1]), 3000, PartLimits(max_rows=40)) as (writer, done
         if row % 20 == 0:
             writer.flush()
             print(row, flush=True)
+            sys.stdin.readline()
     writer.close()
 """
 
 
 def test_a_run_killed_at_any_moment_loses_and_repeats_no_row_and_is_always_readable(tmp_path: Path) -> None:
     here = str(Path(__file__).parent)
-    for num_lines in (1, 30, 70):
+    for num_steps, delay_s in ((1, 0.0), (30, 0.004), (50, 0.02)):
         with run_child(KILLED, str(tmp_path), here) as child:
-            assert child.stdout is not None
-            for _ in range(num_lines):
-                child.stdout.readline()
+            assert child.stdin is not None and child.stdout is not None
+            for _ in range(num_steps):
+                assert child.stdout.readline()
                 rows = rows_of(tmp_path)
                 assert rows == [expected(row[0]) for row in rows]
+                child.stdin.write("\n")
+                child.stdin.flush()
+            threading.Event().wait(delay_s)
             child.kill()
         assert 0 < len(rows_of(tmp_path)) < 3000
     with run_child(KILLED, str(tmp_path), here) as child:
-        child.communicate(timeout=60)
+        child.communicate("\n" * 200, timeout=60)
         assert child.returncode == 0
     assert rows_of(tmp_path) == [expected(row) for row in range(3000)]
     assert not [name for name in os.listdir(tmp_path) if name.startswith((".part", ".staging"))]
