@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from batchllm.engine.prompt import SamplingParams
 from batchllm.errors import JobError
 from batchllm.job import Job, load_job, parse_size
 from batchllm.job_file import fill_dates
+from batchllm.prompt import SamplingParams
 
 GOOD = """\
 name: summarise

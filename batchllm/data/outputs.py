@@ -30,8 +30,8 @@ from batchllm.data.parts import (
     visible_parts,
     write_part,
 )
-from batchllm.engine.prompt import Completion
 from batchllm.errors import OutputError
+from batchllm.prompt import Completion
 
 
 class OutputFolder:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
-from batchllm.engine.prompt import SamplingParams
+from batchllm.prompt import SamplingParams
 
 
 class Section(BaseModel):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchllm.engine.prompt import Prompt, SamplingParams
+from batchllm.prompt import Prompt, SamplingParams
 
 _TOKEN = np.dtype("<i4")
 # A gap of this many tokens between two prompts is cheaper to read over than to seek.

@@ -25,8 +25,8 @@ from batchllm.data.kept import KeptRows
 from batchllm.data.outputs import OutputFolder, OutputWriter, PartLimits
 from batchllm.data.results import query
 from batchllm.data.schema import completion_schema
-from batchllm.engine.prompt import Completion
 from batchllm.errors import JobError, OutputError, RunLockedError
+from batchllm.prompt import Completion
 
 FINGERPRINT: dict[str, object] = {"model": "m", "sampling.top_p": 1.0, "date": "2026-11-29"}
 CARRIED = pa.schema([pa.field("id", pa.int64()), pa.field("title", pa.string())])

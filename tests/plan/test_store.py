@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.engine.prompt import SamplingParams
 from batchllm.plan.store import PromptStore
+from batchllm.prompt import SamplingParams
 
 
 def append(store: PromptStore, prompts: list[list[int]], *, first_row: int, sampling: SamplingParams) -> None:
