@@ -17,9 +17,9 @@ from batchllm.data.parts import recorded_date
 from batchllm.data.prompts import Staging, stage_prompts
 from batchllm.data.results import query
 from batchllm.data.schema import completion_schema
-from batchllm.engine.prompt import Completion
 from batchllm.errors import OutputError
 from batchllm.job import Job, load_job
+from batchllm.prompt import Completion
 
 NIGHT = datetime.date(2026, 11, 29)
 JOB = """\
