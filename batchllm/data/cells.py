@@ -28,7 +28,7 @@ def python_cells(array: pa.Array, *, column: str) -> list[Any]:
     if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
         return [_decoded(cell, column=column) for cell in array.to_pylist()]
     try:
-        return _checked(array.to_pylist(maps_as_pydicts="lossy"), column=column)
+        return _checked(array.to_pylist(), column=column)
     except (UnicodeDecodeError, ValueError, OverflowError, pa.ArrowException):
         return [_one_cell(array[index], column=column) for index in range(len(array))]
 

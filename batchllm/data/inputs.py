@@ -38,6 +38,11 @@ class Input:
     fingerprint: dict[str, object]
     table: ParquetFiles
 
+    @property
+    def total_rows(self) -> int:
+        """All rows, also those that a limit leaves for a later run; resume counts these."""
+        return self.table.num_rows
+
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, a small batch at a time, with `columns` under the types they have. Raises InputError."""
         left = self.num_rows
@@ -119,7 +124,7 @@ def _text_reader(files: tuple[Path, ...]) -> str | None:
     if name.endswith((".csv", ".tsv")):
         return f"SELECT * FROM read_csv([{listed}], header = true, all_varchar = true)"
     if name.endswith((".jsonl", ".ndjson")):
-        options = "format = 'newline_delimited', dateformat = 'never', timestampformat = 'never'"
+        options = "format = 'newline_delimited', records = true, dateformat = 'never', timestampformat = 'never'"
         return f"SELECT * FROM read_json([{listed}], {options})"
     return None
 
@@ -159,7 +164,8 @@ def _spool_fingerprint(table: ParquetFiles) -> dict[str, object]:
     connection = duckdb.connect()
     try:
         digest = connection.execute(
-            "SELECT bit_xor(hash(rows)) FROM read_parquet(?, file_row_number = true) AS rows", [str(table.files[0])]
+            "SELECT bit_xor(hash(rows, file_row_number)) FROM read_parquet(?, file_row_number = true) AS rows",
+            [str(table.files[0])],
         ).fetchone()
     finally:
         connection.close()

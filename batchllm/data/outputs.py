@@ -67,7 +67,10 @@ class OutputFolder:
             raise
 
     def resume(self, *, fingerprint: Mapping[str, object], num_rows: int) -> np.ndarray:
-        """bool `[num_rows]`: the rows that need not run again. Raises OutputError naming a difference."""
+        """bool `[num_rows]`: the rows that need not run again. Raises OutputError naming a difference.
+
+        `num_rows` counts the whole input (`Input.total_rows`), also where this run takes fewer.
+        """
         self.fingerprint = dict(fingerprint)
         parts = visible_parts(self.path)
         for part in parts:
@@ -183,6 +186,15 @@ class OutputWriter:
                 self._closing = True
                 self._changed.notify_all()
             self._thread.join()
+
+    def __enter__(self) -> OutputWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes also after an error or an interrupt: rows that are complete are kept."""
+        self.close()
 
     def _add_ready(self, completions: list[Completion]) -> None:
         size = sum(_size_bytes(completion) for completion in completions)

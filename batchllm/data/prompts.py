@@ -31,7 +31,7 @@ class RowError:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """Where rows go: prompts to `store`, carried cells to `kept`. `done` rows (bool `[num_rows]`) are skipped."""
+    """Where rows go: prompts to `store`, carried cells to `kept`. `done` rows (bool, from `resume`) are skipped."""
 
     store: PromptStore
     kept: KeptRows

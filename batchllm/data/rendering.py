@@ -105,9 +105,13 @@ class PromptRenderer:
             if place in errors:
                 continue
             try:
-                found[place] = self._render_row({name: cells[place] for name, cells in columns.items()})
+                rendered = self._render_row({name: cells[place] for name, cells in columns.items()})
+                rendered.text.encode("utf-8")
+                found[place] = rendered
             except BadCell as error:
                 errors[place] = str(error)
+            except UnicodeEncodeError as error:
+                errors[place] = f"the prompt is no text at character {error.start}: {error.reason}"
         return found
 
     def _render_row(self, cells: dict[str, Any]) -> RenderedPrompt:

@@ -73,7 +73,7 @@ def test_a_limit_takes_the_first_rows_and_leaves_the_fingerprint(tmp_path: Path)
         ("path: rows.parquet\n  id: nr", "input.id: the input has no column 'nr'; its columns: text"),
         ("path: rows.parquet\n  keep: [title]", "input.keep.0: the input has no column 'title'"),
         ("path: rows.parquet\n  keep: [text, text]", "keep names a column twice"),
-        ("path: differ\n  keep: [id]", "b.parquet: column 'id' is string here and int64 in a.parquet"),
+        ("path: differ\n  keep: [nr]", "b.parquet: column 'nr' is string here and int64 in a.parquet"),
         ("sql: selec 1", "input.sql: Parser Error"),
         ("sql: select text from none", "input.sql: Catalog Error"),
         ("sql: select 'a' as text; select 1", "needs one SELECT"),
@@ -91,8 +91,8 @@ def test_a_bad_input_is_one_line(tmp_path: Path, source: str, expected: str) -> 
     write(tmp_path / "mixed/a.parquet", "x")
     pq.write_table(pa.table({"other": ["x"]}), tmp_path / "mixed/b.parquet")
     (tmp_path / "differ").mkdir()
-    pq.write_table(pa.table({"text": ["x"], "id": [1]}), tmp_path / "differ/a.parquet")
-    pq.write_table(pa.table({"text": ["x"], "id": ["1"]}), tmp_path / "differ/b.parquet")
+    pq.write_table(pa.table({"text": ["x"], "nr": [1]}), tmp_path / "differ/a.parquet")
+    pq.write_table(pa.table({"text": ["x"], "nr": ["1"]}), tmp_path / "differ/b.parquet")
     with pytest.raises(BatchLLMError, match=expected) as caught:
         open_job(tmp_path, source)
     assert "\n" not in str(caught.value)
@@ -177,7 +177,7 @@ def test_conversations_of_the_verl_files_are_read(shared_data: Callable[[str], P
     path = shared_data("gsm8k_verl_parquet/gsm8k/test.parquet")
     input = open_job(tmp_path, f"path: {path}", prompt="{messages: prompt}")
     first = next(iter(input.batches())).column("prompt").to_pylist()[0]
-    assert input.num_rows == 1319 and first[0]["role"] == "user"
+    assert input.num_rows == 1319 and [message["role"] for message in first] == ["system", "user"]
 
 
 READ_EVERY_FILE = """
@@ -192,7 +192,9 @@ for line in sys.stdin:
     path = Path(line.rstrip("\\n"))
     try:
         table = open_files([path], name="input.path")
-        for batch in read_batches(table, table.schema.names, name="input.path"):
+        # Its map holds one text of 2 GB; opening it must do.
+        is_huge = path.name == "large_string_map.brotli.parquet"
+        for batch in () if is_huge else read_batches(table, table.schema.names, name="input.path"):
             for name in batch.schema.names:
                 column = batch.column(name)
                 carried_column(column, pa.field(name, carried_type(column.type)))

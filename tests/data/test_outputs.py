@@ -285,6 +285,70 @@ def test_a_failure_on_the_thread_is_raised_by_the_next_add(tmp_path: Path) -> No
                 threading.Event().wait(0.01)
 
 
+KILLED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_outputs import answer, open_run, PartLimits
+import numpy as np
+with open_run(Path(sys.argv[1]), 3000, PartLimits(max_rows=40)) as (writer, done):
+    for row in np.random.default_rng(1).permutation(np.flatnonzero(~done)):
+        writer.add(answer(int(row)))
+        if row % 20 == 0:
+            writer.flush()
+            print(row, flush=True)
+            sys.stdin.readline()
+    writer.close()
+"""
+
+
+def test_a_run_killed_at_any_moment_loses_and_repeats_no_row_and_is_always_readable(tmp_path: Path) -> None:
+    here = str(Path(__file__).parent)
+    for num_steps, delay_s in ((1, 0.0), (30, 0.004), (50, 0.02)):
+        with run_child(KILLED, str(tmp_path), here) as child:
+            assert child.stdin is not None and child.stdout is not None
+            for _ in range(num_steps):
+                assert child.stdout.readline()
+                rows = rows_of(tmp_path)
+                assert rows == [expected(row[0]) for row in rows]
+                child.stdin.write("\n")
+                child.stdin.flush()
+            threading.Event().wait(delay_s)
+            child.kill()
+        assert 0 < len(rows_of(tmp_path)) < 3000
+    with run_child(KILLED, str(tmp_path), here) as child:
+        child.communicate("\n" * 200, timeout=60)
+        assert child.returncode == 0
+    assert rows_of(tmp_path) == [expected(row) for row in range(3000)]
+    assert not [name for name in os.listdir(tmp_path) if name.startswith((".part", ".staging"))]
+
+
+FULL_DISK = """
+import os, resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_outputs import answer, open_run
+from batchllm.errors import OutputError
+with open_run(Path(sys.argv[1]), 4) as (writer, done):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    for row in range(4):
+        completion = answer(row)
+        completion.text = os.urandom(100_000).hex()
+        writer.add(completion)
+    try:
+        writer.close()
+    except OutputError as error:
+        print(error)
+"""
+
+
+def test_a_file_that_the_system_refuses_to_grow_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    with run_child(FULL_DISK, str(tmp_path), str(Path(__file__).parent)) as child:
+        output, _ = child.communicate(timeout=60)
+    assert "completions cannot be written: File too large" in output and len(output.splitlines()) == 1
+    assert child.returncode == 0 and not list(tmp_path.glob("*.parquet")) and not list(tmp_path.glob(".part*"))
+
+
 CHILD = """
 import sys
 from pathlib import Path
@@ -300,15 +364,18 @@ except BatchLLMError as error:
 """
 
 
-def start_child(folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", CHILD, str(folder)]
+def run_child(code: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(outputs.__file__).parents[2]
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(outputs.__file__).parents[2],
     )
 
 
 def test_a_second_run_names_the_holder_and_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
-    with start_child(tmp_path) as first:
+    with run_child(CHILD, str(tmp_path)) as first:
         assert first.stdout is not None and first.stdout.readline() == "held\n"
         with pytest.raises(RunLockedError, match=f"process {first.pid} on ") as caught:
             OutputFolder(tmp_path)

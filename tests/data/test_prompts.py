@@ -276,6 +276,12 @@ def test_a_template_error_in_one_row_is_an_error_of_that_row(tmp_path: Path) -> 
     assert "ZeroDivisionError" in errors[0].message
 
 
+def test_a_lone_surrogate_that_a_template_makes_is_an_error_row(tmp_path: Path) -> None:
+    table = pa.table({"n": [0, 1]})
+    found, errors = run(tmp_path, table, """{raw: true, template: "{{ '\\\\ud800' if n else 'x' }}"}""")
+    assert [error.row_index for error in errors] == [1] and "no text" in errors[0].message and found == {0: "x"}
+
+
 def test_a_template_cannot_reach_out_of_the_sandbox(tmp_path: Path) -> None:
     table = pa.table({"t": ["x"]})
     _, errors = run(tmp_path, table, '{raw: true, template: "{{ t.__class__.__mro__ }}"}')
