@@ -22,7 +22,16 @@ SOURCE_DIR = Path("kernels") / "native"
 LIBRARY_NAME = "libbatchllm_native.so"
 
 # No contraction: the sources say where a product and a sum are rounded once. No OpenMP runtime is linked: torch's is the only one.
-COMPILE_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wno-psabi"]
+COMPILE_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wno-psabi",
+]
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 ANY_PROCESSOR = ["interface.cpp", "attention_units.cpp", "path_portable.cpp"]
@@ -61,7 +70,9 @@ def build_library(target: Path) -> str | None:
 
         def compile_source(name: str) -> str | None:
             source = ROOT / SOURCE_DIR / name
-            return run([*COMPILE_FLAGS, *source_flags()[name], "-c", str(source), "-o", str(Path(folder) / f"{name}.o")])
+            return run(
+                [*COMPILE_FLAGS, *source_flags()[name], "-c", str(source), "-o", str(Path(folder) / f"{name}.o")]
+            )
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for reason in pool.map(compile_source, source_flags()):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchllm.kernels import activation, attention, attention_triton, blocks, linear, norm, rope, sampling
+from batchllm.kernels import activation, attention_triton, blocks, linear, norm, rope, sampling
 from batchllm.kernels.attention import CHUNK, AttentionPlan
 from batchllm.kernels.floats import E4M3_MAX, FP8_DTYPE
 
@@ -323,7 +323,9 @@ def linear_argmax_share(
     return error_share(answer.gather(1, chosen[:, None]).squeeze(1), largest, dtype=dtype)
 
 
-def move_blocks_share(num_blocks: int, block_shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> float:
+def move_blocks_share(
+    num_blocks: int, block_shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+) -> float:
     """0 where gather, scatter and copy move exactly the named blocks, else infinite."""
     generator = torch.Generator().manual_seed(num_blocks)
     elements = torch.Size(block_shape).numel()

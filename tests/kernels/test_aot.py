@@ -144,7 +144,10 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
             call = functools.partial(norm.rms_norm_triton, x, x[0], eps=1e-5, residual=x)
             yield f"rms_norm-{hidden_size}-{ELEMENT_NAMES[dtype]}", call
     for dtype in (bf16, fp32):
-        yield f"silu_mul-{ELEMENT_NAMES[dtype]}", functools.partial(activation.silu_mul_triton, empty(32, 8192, dtype=dtype))
+        yield (
+            f"silu_mul-{ELEMENT_NAMES[dtype]}",
+            functools.partial(activation.silu_mul_triton, empty(32, 8192, dtype=dtype)),
+        )
         yield f"rope-{ELEMENT_NAMES[dtype]}", functools.partial(run_rope, dtype, dtype)
         yield f"sample-{ELEMENT_NAMES[dtype]}", functools.partial(run_sample, dtype)
     yield "rope-fp8", functools.partial(run_rope, bf16, FP8_DTYPE)
@@ -212,9 +215,7 @@ def compile_launch(launched: Launch, device_class: str) -> Resources:
 
 @pytest.mark.parametrize("device_class", DEVICE_CLASSES)
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_fit_the_device_without_spills(
-    case: str, device_class: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_fit_the_device_without_spills(case: str, device_class: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = record(device_class, CASES[case], monkeypatch)
     assert launches
     for launched in launches:

@@ -41,7 +41,9 @@ def test_attention_takes_every_block_size(kernels, dtype, make_attention_case, a
 
 
 @pytest.mark.parametrize("num_sequences", [2, 30])
-def test_attention_over_a_shared_prefix_reads_it_for_every_row(kernels, dtype, make_attention_case, assert_near, num_sequences):
+def test_attention_over_a_shared_prefix_reads_it_for_every_row(
+    kernels, dtype, make_attention_case, assert_near, num_sequences
+):
     spans = [(2 * CHUNK + 1 + 37 * i % 400, 1 + i % 3 if i else 1) for i in range(num_sequences)]
     spans = [(max(length, 2 * CHUNK + rows), rows) for length, rows in spans]
     case = make_attention_case(spans, dtype=dtype, shared=2 * CHUNK)
@@ -146,9 +148,7 @@ def test_rope_turns_each_pair_and_writes_keys_and_values_to_their_slots(
     positions = torch.randint(50, (num_rows,)).int()
     slots = torch.randperm(20 * block_size)[:num_rows]
     slots[4] = -1
-    query = kernels.rope_write_kv(
-        qkv, cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads
-    )
+    query = kernels.rope_write_kv(qkv, cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads)
     heads = qkv.view(num_rows, -1, head_dim).double()
     turn = torch.polar(torch.ones_like(angles), angles)[positions.long()].unsqueeze(1)
     half = head_dim // 2
