@@ -454,3 +454,22 @@ def check_round_trip_replacing(tier: DiskTier, finish: Finish, block_of: BlockOf
     finish(tier, tier.store(b"n" * 32, memoryview(data), replace=next(iter(tier.keys()), None)))
     transfer, into = load(tier, finish, b"n" * 32)
     assert transfer.outcome is Outcome.DONE and np.array_equal(into, data)
+
+
+FORGETFUL = """
+import sys
+from pathlib import Path
+from batchllm.storage.disk import DiskTier
+tier = DiskTier(Path(sys.argv[1]), fingerprint=bytes(32), block_bytes=1_000_000, num_slots=50)
+data = [bytes(1_000_000) for _ in range(50)]
+for number, block in enumerate(data):
+    tier.store(number.to_bytes(32, "little"), memoryview(block))
+"""
+
+
+def test_a_process_that_forgets_to_close_its_tier_still_ends(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", FORGETFUL, str(tmp_path)]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []

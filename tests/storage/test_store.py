@@ -450,7 +450,7 @@ WEATHERS = st.sampled_from(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     steps=STEPS,
     slots=st.tuples(SLOTS, SLOTS).filter(lambda slots: slots != (None, None)),
