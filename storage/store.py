@@ -9,6 +9,9 @@ Life of a block: consumer's memory → host slot → (the policy's victim) leavi
 → disk slot → arriving: being read into a host frame (`prefetch`), or read straight to the consumer (`get`). It is
 found at every stage; one whose move fails is simply no longer found, and a `get` of it is a miss.
 
+For a disk alone, a host tier of no slots and some spare frames is better than none: a put then copies and is done,
+while without one the consumer's memory stays pinned, and the block hidden, until it is written.
+
 What a put or prefetch displaces is never needed sooner than what it brings (see `Policy.victim`).
 """
 
@@ -68,11 +71,12 @@ class TieredStore:
 
     def contains(self, key: bytes) -> bool:
         """Whether a `get` begun now would find the block, as far as is known without reading it."""
-        return self.is_near(key) or self._shelf.contains(key)
+        return self._is_held(key) or key in self._waiting_keys
 
     def is_near(self, key: bytes) -> bool:
         """Whether the block lies in memory, so that a `get` begun now would be done on return."""
-        return key in self._leaving or (self.host is not None and self.host.contains(key))
+        in_host = self.host is not None and self.host.contains(key)
+        return in_host or key in self._leaving or key in self._waiting_keys
 
     def put(
         self, key: bytes, data: memoryview, *, next_use: float, recompute_tokens: int = 0, keep: bool = False
@@ -81,7 +85,7 @@ class TieredStore:
         view = payload_view(data, block_bytes=self.block_bytes)
         transfer = Transfer(TransferKind.STORE, key, self.block_bytes)
         self.counters.num_puts += 1
-        is_known = self.contains(key)
+        is_known = self._is_held(key)
         if is_known or key in self._waiting_keys:
             self._uses[key].recompute_tokens = recompute_tokens
             self._uses[key].is_kept |= keep
@@ -116,6 +120,8 @@ class TieredStore:
             self._shelf.load(key, view, on_end=lambda inner: self._end_get_from_disk(transfer, inner))
             self._note_use(key)
             return transfer
+        elif key in self._waiting_keys:
+            copy_bytes(source=next(data for put, data in self._waiting if put.key == key), target=view)
         else:
             return self._end_get(transfer, Outcome.MISS, cause=MissCause.ABSENT)
         self.counters.num_host_hits += 1
@@ -228,7 +234,7 @@ class TieredStore:
     def _place(self, transfer: Transfer, data: memoryview) -> bool:
         """Give a put its place or its end; False where it has to wait for a spare frame."""
         key, host = transfer.key, self.host
-        if self.contains(key):
+        if self._is_held(key):
             self._end(transfer, Outcome.DONE)
             return True
         use = self._uses[key]
@@ -304,8 +310,12 @@ class TieredStore:
         self._forget_if_gone(key)
 
     def _forget_if_gone(self, key: bytes) -> None:
-        if not self.contains(key) and key not in self._arriving and key not in self._waiting_keys:
+        if not self.contains(key) and key not in self._arriving:
             self._uses.pop(key, None)
+
+    def _is_held(self, key: bytes) -> bool:
+        in_host = self.host is not None and self.host.contains(key)
+        return in_host or key in self._leaving or self._shelf.contains(key)
 
     # The way to disk.
 

@@ -365,6 +365,21 @@ def test_a_bug_on_the_io_thread_is_reported_through_poll_and_turns_the_tier_off(
     tier.close()
 
 
+def test_a_queue_that_cannot_be_opened_turns_the_tier_off_and_says_so(
+    tmp_path: Path, key_of: KeyOf, block_of: BlockOf, finish: Finish
+) -> None:
+    def fail(_file_descriptor: int, _depth: int) -> tuple[SubmissionQueue, str]:
+        raise RuntimeError("can't start new thread")
+
+    tier = DiskTier(tmp_path, fingerprint=FINGERPRINT, block_bytes=BLOCK_BYTES, num_slots=4, open_submissions=fail)
+    assert "off: can't start new thread" in tier.backend
+    data = block_of(1, BLOCK_BYTES)
+    assert store(tier, finish, key_of(1), data).outcome is Outcome.FAILED
+    assert load(tier, finish, key_of(1))[0].outcome is Outcome.MISS
+    tier.check_integrity()
+    tier.close()
+
+
 def test_closing_ends_what_is_in_flight_and_leaves_no_thread_or_descriptor(
     tmp_path: Path, faults: Faults, key_of: KeyOf, block_of: BlockOf
 ) -> None:
