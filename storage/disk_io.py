@@ -141,8 +141,10 @@ class IoThread:
         if self._queue is not None:
             try:
                 self._queue.close()  # waits for the kernel to let go of every buffer
-            except OSError as error:
+            except Exception as error:
+                # Whoever waits for a request must hear of its end all the same.
                 self.failure = self.failure or error
+                log.exception("the disk tier's queue could not be closed")
         held = {
             id(request): request for request in (*self._in_flight.values(), *self._landed, *self._again, *self._inbox)
         }

@@ -78,10 +78,12 @@ class UringQueue:
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        while self._num_in_flight:
-            self.wait()
-        self._ring.close()
-        os.close(self._wake_fd)
+        try:
+            while self._num_in_flight:
+                self.wait()
+        finally:
+            self._ring.close()
+            os.close(self._wake_fd)
 
     def _arm_wake(self) -> None:
         try:
