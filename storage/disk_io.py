@@ -208,11 +208,12 @@ class IoThread:
             if not isinstance(request.buffer, Frame):
                 view = payload_view(request.buffer, block_bytes=payload.nbytes)
                 copy_bytes(source=view, target=payload)
+            known = request.frame.payload_checksum
             header = Header(
                 key=request.transfer.key,
                 fingerprint=self._fingerprint,
                 payload_bytes=payload.nbytes,
-                payload_checksum=checksum(payload),
+                payload_checksum=checksum(payload) if known is None else known,
                 generation=request.generation,
                 written_s=self._clock(),
             )

@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 from batchllm.storage.cost import Decision
 from batchllm.storage.disk import DiskTier
-from batchllm.storage.frame import Frame, copy_bytes
+from batchllm.storage.frame import Frame, copy_bytes, fill_frame
 from batchllm.storage.host import HostTier
 from batchllm.storage.movement import Arrival, BlockUse, Departure, StoreCounters
 from batchllm.storage.policy import NEVER, NextUsePolicy, Policy
@@ -243,7 +243,7 @@ class TieredStore:
             return True
         frame = self._make_room(use.next_use)
         if frame is not None:
-            copy_bytes(source=data, target=frame.payload)
+            self._fill(frame, data)
             host.commit(key, frame)
             self._host_policy.touch(key, use.next_use)
             if use.is_kept:
@@ -262,13 +262,19 @@ class TieredStore:
                 return False
             self._refuse_put(transfer, Outcome.FULL)
             return True
-        copy_bytes(source=data, target=spare.payload)
+        self._fill(spare, data)
         refused = self._leave(key, spare)
         if refused is None:
             self._end(transfer, Outcome.DONE)
         else:
             self._refuse_put(transfer, refused)
         return True
+
+    def _fill(self, frame: Frame, data: memoryview) -> None:
+        if self.disk is not None:
+            fill_frame(frame, data)
+        else:
+            copy_bytes(source=data, target=frame.payload)
 
     def _make_room(self, next_use: float) -> Frame | None:
         """A reserved host frame for a block needed at `next_use`; None where there is none to be had now."""

@@ -12,6 +12,7 @@ from batchllm.storage.frame import (
     Header,
     checksum,
     copy_bytes,
+    fill_frame,
     frame_stride,
     read_header,
     write_header,
@@ -68,6 +69,16 @@ def test_frames_in_the_callers_memory_are_aligned_and_lie_inside_it() -> None:
         assert frame is not None and frame.address % PAGE_BYTES == 0
         frame.payload[:] = b"\1" * 5000
     assert memory.sum() == 3 * 5000
+
+
+def test_a_frame_that_is_handed_out_again_has_no_known_checksum() -> None:
+    frames = Frames(num_frames=1, block_bytes=10)
+    frame = frames.take()
+    assert frame is not None
+    fill_frame(frame, memoryview(b"0123456789"))
+    assert frame.payload_checksum == checksum(memoryview(b"0123456789"))
+    frames.give_back(frame)
+    assert (again := frames.take()) is frame and again.payload_checksum is None
 
 
 def test_too_little_memory_is_refused() -> None:

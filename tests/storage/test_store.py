@@ -404,6 +404,17 @@ def test_a_block_that_cannot_be_read_is_a_miss_by_its_cause(finish: Finish) -> N
         assert not store.contains(key(0))
 
 
+def test_a_block_damaged_in_host_memory_before_it_is_written_is_a_miss(finish: Finish) -> None:
+    with open_store(host_slots=1, disk_slots=8) as store:
+        put(store, 0, next_use=9.0)
+        assert store.host is not None
+        store.host.frame(key(0)).payload[77] ^= 1
+        put(store, 1, next_use=1.0)
+        settle(store)
+        transfer = get(store, finish, 0)
+        assert (transfer.outcome, transfer.cause) == (Outcome.CORRUPT, MissCause.CHECKSUM)
+
+
 def test_a_failed_prefetch_ends_all_who_wait_and_frees_its_frame(finish: Finish) -> None:
     weather = Weather()
     with open_store(host_slots=1, disk_slots=8, weather=weather) as store:
