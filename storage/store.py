@@ -85,8 +85,8 @@ class TieredStore:
         view = payload_view(data, block_bytes=self.block_bytes)
         transfer = Transfer(TransferKind.STORE, key, self.block_bytes)
         self.counters.num_puts += 1
-        is_known = self._is_held(key)
-        if is_known or key in self._waiting_keys:
+        is_known = self._is_held(key) and key not in self._arriving
+        if key in self._uses:
             self._uses[key].recompute_tokens = recompute_tokens
             self._uses[key].is_kept |= keep
             self.set_next_use(key, next_use)
@@ -232,8 +232,10 @@ class TieredStore:
             self._to_keep.popleft()
 
     def _place(self, transfer: Transfer, data: memoryview) -> bool:
-        """Give a put its place or its end; False where it has to wait for a spare frame."""
+        """Give a put its place or its end; False where it has to wait for a move that is under way."""
         key, host = transfer.key, self.host
+        if key in self._arriving:
+            return False  # if that fails, these bytes are needed
         if self._is_held(key):
             self._end(transfer, Outcome.DONE)
             return True

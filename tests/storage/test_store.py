@@ -276,6 +276,28 @@ def test_a_get_during_a_prefetch_is_served_by_it(finish: Finish) -> None:
         assert [transfer.outcome for transfer in fetched] == [Outcome.DONE] * 2
 
 
+@pytest.mark.parametrize("read_errors", [0.0, 1.0])
+def test_a_put_of_a_block_that_is_arriving_waits_and_survives_a_failed_arrival(
+    finish: Finish, read_errors: float
+) -> None:
+    weather = Weather()
+    with open_store(host_slots=2, disk_slots=1, weather=weather) as store:
+        for number in range(3):
+            put(store, number, next_use=float(number))
+        settle(store)
+        assert (in_host(store), on_disk(store)) == ([0, 1], [2])
+        weather.is_frozen, weather.read_errors = True, read_errors
+        store.drop(key(0))
+        store.prefetch(key(2), next_use=2.0)
+        put(store, 3, next_use=1.5)  # takes the last place in the host, or the disk slot that is being read
+        put(store, 4, next_use=1.0)
+        put(store, 2, next_use=0.5)
+        store.check_integrity()
+        weather.is_frozen = False
+        settle(store)
+        assert get(store, finish, 2).outcome is Outcome.DONE
+
+
 def test_prefetching_what_is_nowhere_is_a_miss(finish: Finish) -> None:
     with open_store(host_slots=2, disk_slots=2) as store:
         finish(store, transfer := store.prefetch(key(7), next_use=1.0))
