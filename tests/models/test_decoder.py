@@ -129,8 +129,8 @@ def test_bf16_leaves_the_reference_only_where_its_top_two_logits_are_within_bf16
         with torch.inference_mode():
             logits = reference_model(torch.tensor([rows[number][: len(prompts[index]) + at]])).logits[0, -1]
         best, second = logits.topk(2).values.tolist()
-        # 30 layers, each rounding the residual stream to 8 bits a few times: the logits move by about 2^-8 of their size
-        # times the root of the roundings.
+        # 30 layers, each rounding the residual stream to 8 bits a few times: the logits move by about 2^-8 of their
+        # size times the root of the roundings.
         assert best - second < abs(best) * 2**-8 * (4 * decoder.config.num_layers) ** 0.5, (index, at)
         assert int(ours[number, at]) in logits.topk(8).indices.tolist()
     assert num_equal > len(group) * NUM_NEW // 2
