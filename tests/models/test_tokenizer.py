@@ -8,12 +8,12 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-import gguf
 import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchllm.models.gguf_file import read_gguf
 from batchllm.models.source import ModelSource
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -34,12 +34,10 @@ def tokenizer(embedded_model: ModelSource) -> Tokenizer:
 @pytest.fixture(scope="module")
 def oracle(embedded_model: ModelSource) -> Callable[[str], list[int]]:
     """Digits one by one, then GPT-2's pattern, then merges by rank, over bytes spelled as GPT-2 spells them."""
-    reader = gguf.GGUFReader(str(embedded_model.path))
-    tokens = reader.fields["tokenizer.ggml.tokens"].contents()
+    metadata = read_gguf(embedded_model.path).metadata
+    tokens = metadata["tokenizer.ggml.tokens"]
     ids = {token: index for index, token in enumerate(tokens)}
-    ranks = {
-        tuple(merge.split(" ")): rank for rank, merge in enumerate(reader.fields["tokenizer.ggml.merges"].contents())
-    }
+    ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(metadata["tokenizer.ggml.merges"])}
     spelling = {}
     for byte in range(256):
         printable = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255
@@ -139,7 +137,7 @@ def test_ids_of_2000_public_texts_equal_the_oracle_and_decode_to_the_text(
 def test_any_text_has_the_oracle_ids_and_survives_the_round_trip(
     text: str, tokenizer: Tokenizer, oracle: Callable[[str], list[int]]
 ) -> None:
-    # `tokenizers` and `regex` carry tables of different Unicode versions; a newer character may be a letter in one only.
+    # `tokenizers` and `regex` carry tables of different Unicode versions: a new character may be a letter in one only.
     if any(regex.match(r"\p{Cn}", character) for character in text):
         return
     for allow_special in (True, False):
