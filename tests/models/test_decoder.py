@@ -27,20 +27,21 @@ def loaded(source: ModelSource, dtype: torch.dtype = torch.float32) -> Decoder:
     return load_decoder(source, dtype=dtype, device=CPU, kernels=REFERENCE)
 
 
-def reference_greedy(model: Any, prompts: list[list[int]], num_new: int) -> tuple[list[list[int]], torch.Tensor]:
-    """Greedy tokens of prompts of one length, and the logits [prompts, num_new, vocabulary] that gave them."""
+def reference_greedy(model: Any, prompts: list[list[int]], num_new: int, *, with_logits: bool = True) -> Any:
+    """Greedy tokens, and where asked the logits [prompts, num_new, vocabulary] that gave them. Short prompts are padded."""
+    longest = max(len(prompt) for prompt in prompts)
     out = model.generate(
-        torch.tensor(prompts),
-        attention_mask=torch.ones(len(prompts), len(prompts[0]), dtype=torch.int64),
+        torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts]),
+        attention_mask=torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
         max_new_tokens=num_new,
-        min_new_tokens=num_new,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
         return_dict_in_generate=True,
-        output_logits=True,
+        output_logits=with_logits,
     )
-    return out.sequences[:, len(prompts[0]) :].tolist(), torch.stack(out.logits, 1)
+    tokens = out.sequences[:, longest:].tolist()
+    return (tokens, torch.stack(out.logits, 1)) if with_logits else tokens
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +57,7 @@ def prompts(embedded_model: ModelSource) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference_tokens(reference_model: LlamaForCausalLM, prompts: list[list[int]]) -> list[list[int]]:
-    groups = [reference_greedy(reference_model, prompts[start : start + 16], NUM_NEW)[0] for start in range(0, 64, 16)]
-    return [tokens for group in groups for tokens in group]
+    return reference_greedy(reference_model, prompts, NUM_NEW, with_logits=False)
 
 
 @pytest.fixture(scope="module")
