@@ -129,7 +129,9 @@ def test_eos_ids_are_the_union_of_all_sources(tmp_path: Path) -> None:
         generation_config={"eos_token_id": [7, 0]},
         tokenizer_config={"eos_token": {"content": "<|end|>"}},
     )
-    assert load_tokenizer(source).eos_ids == frozenset({0, 5, 7, end})
+    tokenizer = load_tokenizer(source)
+    assert tokenizer.eos_ids == frozenset({0, 5, 7, end})
+    assert tokenizer.eos_token == "<|end|>"
 
 
 @pytest.mark.parametrize(
