@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeclaredTokens:
-    """`eos_ids`: the union of all sources; `eos_id`: the one whose text chat templates get. `chat_template`: Jinja source.
+    """`eos_ids`: the union of all sources; `eos_id`: the one that chat templates get. `chat_template`: Jinja source.
 
     `vocab_size`: the model's, which may exceed the tokenizer's.
     """

@@ -28,7 +28,7 @@ def loaded(source: ModelSource, dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 def reference_greedy(model: Any, prompts: list[list[int]], num_new: int, *, with_logits: bool = True) -> Any:
-    """Greedy tokens, and where asked the logits [prompts, num_new, vocabulary] behind them. Short prompts are padded."""
+    """Greedy tokens, and where asked the logits [prompts, num_new, vocabulary] behind them. Short prompts get pads."""
     longest = max(len(prompt) for prompt in prompts)
     out = model.generate(
         torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts]),
