@@ -96,7 +96,7 @@ class Decoder:
         config = self.config
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -140,12 +140,12 @@ class Decoder:
             hidden = kernels.rms_norm(hidden, following, eps=eps, residual=residual)
         return hidden
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [num_rows, vocab_size] of rows that `forward` gave."""
         return self.kernels.linear(hidden, self._head).float()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """int64 [num_rows]: each row's likeliest token, the lowest id among equals; keeps no logits."""
         return self.kernels.linear_argmax(hidden, self._head)

@@ -289,3 +289,13 @@ def test_a_config_that_claims_more_layers_than_the_file_has_is_refused_before_we
     assert json.loads((source.path / "config.json").read_text())["num_hidden_layers"] == 4
     with pytest.raises(ModelError, match=r"missing tensors model\.layers\.3\.input_layernorm\.weight.* and 5 more"):
         loaded(source)
+
+
+def test_logits_may_be_changed_in_place_by_whoever_samples(
+    save_tiny: Callable[..., Any], make_driver: Callable[..., Any]
+) -> None:
+    decoder = loaded(save_tiny("llama2")[1])
+    logits = decoder.logits(make_driver(decoder, num_sequences=1, max_tokens=16).step([[1, 2, 3]]))
+    logits[0, 7] = float("inf")
+    assert not logits.requires_grad
+    assert int(logits.argmax()) == 7
