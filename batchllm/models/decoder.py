@@ -108,9 +108,8 @@ class Decoder:
     ) -> torch.Tensor:
         """The final-normed hidden rows `sample_rows` int64 [num_samples] -> [num_samples, hidden_size], in `dtype`.
 
-        `token_ids` int64 [num_rows], each below the vocabulary size; `positions` int32 and `slots` int64 [num_rows] as
-        in
-        `rope_write_kv`; `kv` is the block pool as in `attention`, and takes the rows' keys and values.
+        `token_ids` int64 [num_rows], each below the vocabulary size; `positions` int32 and `slots` int64 [num_rows], as
+        in `rope_write_kv`; `kv` is the block pool as in `attention`, and takes the rows' keys and values.
         What follows the last layer's attention is computed for the sampled rows only.
         """
         kernels, config, eps = self.kernels, self.config, self.config.rms_eps
