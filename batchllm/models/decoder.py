@@ -96,7 +96,7 @@ class Decoder:
         config = self.config
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -108,9 +108,8 @@ class Decoder:
     ) -> torch.Tensor:
         """The final-normed hidden rows `sample_rows` int64 [num_samples] -> [num_samples, hidden_size], in `dtype`.
 
-        `token_ids` int64 [num_rows], each below the vocabulary size; `positions` int32 and `slots` int64 [num_rows] as
-        in
-        `rope_write_kv`; `kv` is the block pool as in `attention`, and takes the rows' keys and values.
+        `token_ids` int64 [num_rows], each below the vocabulary size; `positions` int32 and `slots` int64 [num_rows], as
+        in `rope_write_kv`; `kv` is the block pool as in `attention`, and takes the rows' keys and values.
         What follows the last layer's attention is computed for the sampled rows only.
         """
         kernels, config, eps = self.kernels, self.config, self.config.rms_eps
@@ -140,12 +139,12 @@ class Decoder:
             hidden = kernels.rms_norm(hidden, following, eps=eps, residual=residual)
         return hidden
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [num_rows, vocab_size] of rows that `forward` gave."""
         return self.kernels.linear(hidden, self._head).float()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """int64 [num_rows]: each row's likeliest token, the lowest id among equals; keeps no logits."""
         return self.kernels.linear_argmax(hidden, self._head)
