@@ -113,9 +113,22 @@ def read_batches(table: ParquetFiles, columns: Sequence[str], *, name: str) -> I
                     num_rows += batch.num_rows
                     yield batch.select(list(columns))
         except (OSError, pa.ArrowException) as error:
-            raise InputError(f"{name}: {path}: cannot be read: {first_line(error)}") from None
+            place = _failing_column(path, columns)
+            raise InputError(f"{name}: {path}: {place}cannot be read: {first_line(error)}") from None
         if num_rows != expected_rows:
             raise InputError(f"{name}: {path}: gave {num_rows} rows where its footer says {expected_rows}")
+
+
+def _failing_column(path: Path, columns: Sequence[str]) -> str:
+    """Names the first column that cannot be read by itself, such as an encrypted one; empty where each can."""
+    for column in columns:
+        try:
+            with pq.ParquetFile(path, buffer_size=_READ_BUFFER_BYTES) as file:
+                for _ in file.iter_batches(batch_size=BATCH_ROWS, columns=[column], use_threads=False):
+                    pass
+        except (OSError, pa.ArrowException):
+            return f"column {column!r} "
+    return ""
 
 
 def first_line(error: Exception) -> str:

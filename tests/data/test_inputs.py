@@ -238,6 +238,8 @@ def test_every_public_parquet_test_file_is_read_or_refused_in_one_line(shared_da
     assert len(lines) == len(paths)
     encrypted = [line for line in lines if line.split()[1].endswith(".parquet.encrypted")]
     assert encrypted and all(line.startswith("refused") and "crypt" in line for line in encrypted)
+    columns = [line for line in encrypted if "plaintext_footer" in line]
+    assert len(columns) == 2 and all("_field' cannot be read: Cannot decrypt" in line for line in columns)
     assert sum(line.startswith("read") for line in lines) > len(lines) // 2
 
 

@@ -330,6 +330,21 @@ def test_public_chat_templates_render_as_transformers_renders_them(shared_data: 
         assert compile_chat_template(source, date=datetime.date.today()).render(**named) == expected
 
 
+def test_a_chat_prompt_has_the_ids_that_transformers_gives_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = ByteTokenizer()
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._pipeline, chat_template=CHATML)
+    texts = ["hello the he", " <| x\n\n", "日本 <b>&amp;"]
+    job = make_job(tmp_path, pa.table({"t": texts}), '{system: Be brief., template: "{{ t }}"}')
+    staging, errors = stage(job, tmp_path, tokenizer)
+    assert not errors
+    for row, text in enumerate(texts):
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+        expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert staging.store.tokens(row).tolist() == expected
+    staging.close()
+
+
 def test_a_model_without_a_chat_template_is_refused_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="prompt.raw: true"):
         run(tmp_path, pa.table({"t": ["x"]}), '{template: "{{ t }}"}', tokenizer=ByteTokenizer(chat_template=None))
