@@ -143,7 +143,7 @@ def test_merge_is_the_reference_merge() -> None:
 def test_a_row_has_the_same_bits_alone_batched_split_and_shared(head_dim: int, dtype: torch.dtype) -> None:
     shared = AttentionShape(
         (530, 300, 257, 780),
-        (3, 1, 1, 20),
+        (3, 1, 1, 6),
         num_heads=6,
         num_kv_heads=2,
         head_dim=head_dim,
