@@ -1,7 +1,8 @@
-"""Tests marked `triton` need Triton kernels to run: on a GPU they do; elsewhere in Triton's interpreter, in one child process.
+"""Tests marked `triton` need Triton kernels to run: on a GPU they do; elsewhere in Triton's interpreter, in one child
+process.
 
-The interpreter is chosen when Triton is imported, so this process could not have both it and the compiler. Each marked test runs in
-the child and is reported here under its own name with its own outcome.
+The interpreter is chosen when Triton is imported, so this process could not have both it and the compiler. Each
+marked test runs in the child and is reported here under its own name with its own outcome.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ OUTCOMES = pytest.StashKey[Outcomes]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "triton: needs Triton kernels to run; without a GPU it runs in their interpreter")
+    config.addinivalue_line(
+        "markers", "triton: needs Triton kernels to run; without a GPU it runs in their interpreter"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -67,6 +70,8 @@ def run_in_interpreter(session: pytest.Session) -> Outcomes:
             command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S
         )
         if not report.exists():
-            pytest.fail(f"the interpreter's process ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+            pytest.fail(
+                f"the interpreter's process ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+            )
         cases = ElementTree.parse(report).iter("testcase")
         return {(case.get("classname", ""), case.get("name", "")): case for case in cases}

@@ -1,6 +1,7 @@
 """Every kernel compiles for every device class, in every configuration of the tuning table; no GPU is needed.
 
-The launchers run on meta tensors with their launches recorded instead of enqueued, so what is compiled is what a GPU would be given.
+The launchers run on meta tensors with their launches recorded instead of enqueued, so what is compiled is what a GPU
+would be given.
 """
 
 from __future__ import annotations
@@ -144,7 +145,10 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
             call = functools.partial(norm.rms_norm_triton, x, x[0], eps=1e-5, residual=x)
             yield f"rms_norm-{hidden_size}-{ELEMENT_NAMES[dtype]}", call
     for dtype in (bf16, fp32):
-        yield f"silu_mul-{ELEMENT_NAMES[dtype]}", functools.partial(activation.silu_mul_triton, empty(32, 8192, dtype=dtype))
+        yield (
+            f"silu_mul-{ELEMENT_NAMES[dtype]}",
+            functools.partial(activation.silu_mul_triton, empty(32, 8192, dtype=dtype)),
+        )
         yield f"rope-{ELEMENT_NAMES[dtype]}", functools.partial(run_rope, dtype, dtype)
         yield f"sample-{ELEMENT_NAMES[dtype]}", functools.partial(run_sample, dtype)
     yield "rope-fp8", functools.partial(run_rope, bf16, FP8_DTYPE)
@@ -174,7 +178,8 @@ def record(device_class: str, call: Callable[[], object], monkeypatch: pytest.Mo
 
 
 def compile_launch(launched: Launch, device_class: str) -> Resources:
-    """Specialised as the launch on a GPU would be: ones become constants, multiples of 16 and tensors are marked as such."""
+    """Specialised as the launch on a GPU would be: ones become constants, multiples of 16 and tensors are marked as
+    such."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
@@ -212,9 +217,7 @@ def compile_launch(launched: Launch, device_class: str) -> Resources:
 
 @pytest.mark.parametrize("device_class", DEVICE_CLASSES)
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_fit_the_device_without_spills(
-    case: str, device_class: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_fit_the_device_without_spills(case: str, device_class: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = record(device_class, CASES[case], monkeypatch)
     assert launches
     for launched in launches:

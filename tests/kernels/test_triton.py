@@ -1,4 +1,5 @@
-"""The Triton kernels of every operation but attention and sampling against float64: odd sizes, both ends of each dtype."""
+"""The Triton kernels of every operation but attention and sampling against float64: odd sizes, both ends of each
+dtype."""
 
 from __future__ import annotations
 

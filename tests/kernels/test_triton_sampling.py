@@ -80,7 +80,8 @@ def test_temperature_zero_takes_the_lowest_of_the_largest() -> None:
     ],
 )
 def test_filters_keep_what_they_are_defined_to_keep(columns: dict[str, float], kept: list[int]) -> None:
-    # Probabilities with equals at a threshold: both stay. 0.5 / 0.9 = 0.5556 is the first token's share under top_k = 3.
+    # Probabilities with equals at a threshold: both stay. 0.5 / 0.9 = 0.5556 is the first token's share under top_k =
+    # 3.
     logits = torch.tensor([[0.5, 0.2, 0.2, 0.07, 0.03]]).double().log()
     assert sampling.kept_tokens(logits, batch_of(1, **columns))[0].nonzero().squeeze(1).tolist() == kept
 
