@@ -12,7 +12,8 @@ import torch
 from batchllm.errors import JobError
 from batchllm.kernels import activation, attention, attention_triton, blocks, launch, linear, norm, rope, sampling
 from batchllm.kernels.attention import AttentionPlan
-from batchllm.kernels.sampling import SamplingBatch
+from batchllm.kernels.native import library as native_library
+from batchllm.kernels.native import operations as native
 
 ENVIRONMENT_VARIABLE = "BATCHLLM_KERNELS"
 
@@ -95,16 +96,47 @@ TRITON = Kernels(
 )
 
 
+def native_kernels() -> Kernels | str:
+    """The native CPU kernels, or the reason why they cannot run here."""
+    library = native_library.load()
+    if isinstance(library, str):
+        return library
+    return Kernels(
+        name="native",
+        rms_norm=native.rms_norm,
+        rope_write_kv=native.rope_write_kv,
+        attention=native.attention,
+        silu_mul=native.silu_mul,
+        pack_linear=native.pack_linear,
+        linear=native.linear,
+        linear_argmax=native.linear_argmax,
+        gather_blocks=native.gather_blocks,
+        scatter_blocks=native.scatter_blocks,
+        copy_blocks=native.copy_blocks,
+    )
+
+
 def select_kernels(device: torch.device) -> Kernels:
     """The kernels for `device`. `BATCHLLM_KERNELS` names a backend; asking for one that cannot run raises JobError."""
     asked = os.environ.get(ENVIRONMENT_VARIABLE, "")
-    if asked == "triton":
-        if not launch.can_run(device):
-            what = "needs a CUDA device" if launch.triton else "needs triton installed (the extra named gpu)"
-            raise JobError(f"{ENVIRONMENT_VARIABLE}=triton {what}; the job's device is {device}")
-        return TRITON
-    if asked == "" and device.type == "cuda" and launch.can_run(device):
-        return TRITON
-    if asked in ("", "reference"):
+    if asked == "reference":
         return REFERENCE
-    raise JobError(f"{ENVIRONMENT_VARIABLE}={asked}: no such kernels; use reference or triton")
+    if asked not in ("", "native", "triton"):
+        raise JobError(f"{ENVIRONMENT_VARIABLE}={asked}: no such kernels; use native, triton or reference")
+    if asked == "triton" or (asked == "" and device.type == "cuda"):
+        if launch.can_run(device):
+            return TRITON
+        if asked == "triton":
+            reason = "needs a CUDA device" if launch.triton else "needs triton installed"
+            raise JobError(f"{ENVIRONMENT_VARIABLE}=triton: {reason}; the job's device is {device}")
+    try:
+        native_or_reason = native_kernels() if device.type == "cpu" else f"not for {device.type}"
+    except ValueError as error:
+        raise JobError(
+            f"{native_library.PATH_VARIABLE}={os.environ.get(native_library.PATH_VARIABLE)}: {error}"
+        ) from None
+    if isinstance(native_or_reason, Kernels):
+        return native_or_reason
+    if asked == "native":
+        raise JobError(f"{ENVIRONMENT_VARIABLE}=native: {native_or_reason}")
+    return REFERENCE

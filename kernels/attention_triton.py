@@ -1,15 +1,18 @@
 """Attention over work items, and the merge of their partials, in Triton. Meaning and arithmetic: `attention.py`.
 
-A unit of work is (item, KV head, tile of query rows), and for an item that leaves partials (…, chunk). The query
+A unit of work is (item, KV head, tile of query rows), and for an item that leaves partials (..., chunk). The query
 heads of one KV head lie side by side in a tile, so each key and value is read once for all of them. A persistent grid
-takes units off a ticket, so one launch of a fixed shape serves every item of a step, whatever its size. All items
-share one tile shape: 64 rows are more than a decode row needs, but a decode tile waits for its KV bytes (32 KiB take
-about 1 us of an H200 processor's share of the bandwidth, the 64-row product 0.35 us), and one shape is what makes a
-row's bits independent of how many rows its item has. Key tiles divide CHUNK; with 16 rows a warp each warp owns whole
-rows, so sums need no exchange between warps. Head dimensions 80 and 96 are worked on as 64 + 16 and 64 + 32 instead
-of padded to 128. 8-bit KV is widened to the query's type, exactly, and accumulated in float32: the 8-bit tensor-core
-product of compute capability 9.0 keeps too few bits over long sums. The Triton kernels count in powers of two (exp2,
-scores times log2 e), and so do the maxima of the partials between them.
+takes units off a ticket, so one launch of a fixed shape serves every item of a step, whatever its size.
+
+All items of a head dimension share one configuration, so the sums of a row go the same way however many rows its item
+has. 64 rows are more than a decode row needs, but a decode tile waits for its KV bytes: 32 KiB take about 1 us of one
+processor's share of an H200's bandwidth, the 64-row products 0.35 us of its matrix rate. Key tiles divide CHUNK. A
+stage of the pipeline holds the block ids, one holds the keys and values that they lead to.
+
+Head dimensions 80 and 96 are worked on as 64 + 16 and 64 + 32 instead of padded to 128. 8-bit KV is widened to the
+query's type, exactly, and accumulated in float32: the 8-bit tensor-core product of compute capability 9.0 keeps too few
+bits over long sums. Scores are counted in powers of two (times log2 e, then exp2), and so are the maxima of the
+partials between the two kernels.
 """
 
 from __future__ import annotations

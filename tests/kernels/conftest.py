@@ -1,8 +1,8 @@
-"""Tests marked `triton` need Triton kernels to run: on a GPU they do; elsewhere in Triton's interpreter, in one child
-process.
+"""What the kernel tests share: every backend this machine has, the tolerances, and attention cases with their float64 answer.
 
-The interpreter is chosen when Triton is imported, so this process could not have both it and the compiler. Each
-marked test runs in the child and is reported here under its own name with its own outcome.
+Tests marked `triton` need Triton kernels to run: on a GPU they do; elsewhere in Triton's interpreter, in one child process.
+The interpreter is chosen when Triton is imported, so this process could not have both it and the compiler. Each marked test runs in
+the child and is reported here under its own name with its own outcome.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+
+from batchllm import ops
+from batchllm.kernels.attention import CHUNK, AttentionPlan
+from batchllm.kernels.native import library as native_library
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHILD_TIMEOUT_S = 280
@@ -25,6 +31,218 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 Outcomes = dict[tuple[str, str], ElementTree.Element]
 OUTCOMES = pytest.StashKey[Outcomes]()
+# cuBLAS is deterministic only with this; it is read when its first product runs.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+TOLERANCES = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-7}}
+"""Against float64 on the same inputs of unit size. bfloat16 has 8 bits, and rounds weights before their sum as well as results."""
+
+
+def _backend_names() -> list[str]:
+    library = native_library.load()
+    paths = [] if isinstance(library, str) else library.runnable_paths()
+    return ["reference", *(f"native-{path}" for path in paths)]
+
+
+@pytest.fixture(params=_backend_names())
+def kernels(request: pytest.FixtureRequest) -> Iterator[ops.Kernels]:
+    """Each backend that runs here in turn, native once for each path of instructions."""
+    backend, _, path = request.param.partition("-")
+    if backend == "reference":
+        yield ops.REFERENCE
+        return
+    library = native_library.load()
+    native = ops.native_kernels()
+    assert not isinstance(library, str) and not isinstance(native, str)
+    before = library.path_name()
+    library.use_path(path)
+    yield native
+    library.use_path(before)
+
+
+@pytest.fixture(autouse=True)
+def poison_new_tensors() -> Iterator[None]:
+    """Fills what `torch.empty` returns with NaN, so that a result which was never written is seen."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def assert_near() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Compares a result with its float64 truth within the tolerance of the result's dtype."""
+
+    def check(result: torch.Tensor, truth: torch.Tensor) -> None:
+        torch.testing.assert_close(result.double(), truth.double(), **TOLERANCES[result.dtype])
+
+    return check
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The query rows of one sequence: positions [kv_length - num_rows, kv_length)."""
+
+    kv_length: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """Sequences in a poisoned pool: only written slots hold numbers, and blocks lie in random order.
+
+    The first `shared` tokens of all sequences are the same blocks; a whole number of blocks and of chunks, or 0.
+    """
+
+    query: torch.Tensor
+    kv: torch.Tensor
+    block_table: torch.Tensor
+    spans: list[Span]
+    shared: int
+    layer: int
+    scale: float
+
+    def positions(self) -> torch.Tensor:
+        parts = [torch.arange(span.kv_length - span.num_rows, span.kv_length) for span in self.spans]
+        return torch.cat(parts).int()
+
+    def private_plan(self) -> AttentionPlan:
+        """One item a sequence, from position 0 to its end."""
+        items, row = [], 0
+        for table, span in enumerate(self.spans):
+            items.append((row, span.num_rows, 0, span.kv_length, table, -1))
+            row += span.num_rows
+        return self._plan(items, {})
+
+    def shared_plan(self) -> AttentionPlan:
+        """One item for the shared prefix, read by every row that sees more, and one for each sequence's tail."""
+        assert all(span.kv_length - span.num_rows >= self.shared for span in self.spans)
+        num_rows = sum(span.num_rows for span in self.spans)
+        items = [(0, num_rows, 0, self.shared, len(self.spans) - 1, 0)]
+        merges: dict[int, list[int]] = {row: [row] for row in range(num_rows)}
+        self._add_chunks(items, merges, start=self.shared, partial=num_rows, one_item=True)
+        return self._plan(items, merges)
+
+    def split_plan(self) -> AttentionPlan:
+        """One item a chunk and sequence, all merged."""
+        items: list[tuple[int, ...]] = []
+        merges: dict[int, list[int]] = {}
+        self._add_chunks(items, merges, start=0, partial=0, one_item=False)
+        return self._plan(items, merges)
+
+    def _add_chunks(
+        self, items: list[tuple[int, ...]], merges: dict[int, list[int]], *, start: int, partial: int, one_item: bool
+    ) -> None:
+        first_row = 0
+        for table, span in enumerate(self.spans):
+            first_position = span.kv_length - span.num_rows
+            item_start = partial
+            for chunk in range(start, span.kv_length, CHUNK):
+                # An item holds rows that see at least its first position: in later chunks the first rows see nothing.
+                hidden = 0 if one_item else max(0, chunk - first_position)
+                rows = span.num_rows - hidden
+                if not one_item:
+                    items.append((first_row + hidden, rows, chunk, min(chunk + CHUNK, span.kv_length), table, partial))
+                for row in range(rows):
+                    if first_position + hidden + row >= chunk:
+                        merges.setdefault(first_row + hidden + row, []).append(partial + row)
+                partial += rows
+            if one_item and start < span.kv_length:
+                items.append((first_row, span.num_rows, start, span.kv_length, table, item_start))
+            first_row += span.num_rows
+
+    def _plan(self, items: list[tuple[int, ...]], merges: dict[int, list[int]]) -> AttentionPlan:
+        listed = [number for row in sorted(merges) for number in merges[row]]
+        starts = [0]
+        for row in sorted(merges):
+            starts.append(starts[-1] + len(merges[row]))
+        return AttentionPlan(
+            positions=self.positions(),
+            block_table=self.block_table,
+            items=torch.tensor(items, dtype=torch.int32).reshape(-1, 6),
+            merge_rows=torch.tensor(sorted(merges), dtype=torch.int32),
+            merge_start=torch.tensor(starts, dtype=torch.int32),
+            merge_partials=torch.tensor(listed, dtype=torch.int32),
+            num_partials=max(listed, default=-1) + 1,
+        )
+
+    def truth(self) -> torch.Tensor:
+        """Softmax attention of each row over its own positions, float64."""
+        num_kv_heads, block_size = self.kv.shape[3:5]
+        group = self.query.shape[1] // num_kv_heads
+        out, row = torch.zeros_like(self.query, dtype=torch.float64), 0
+        for table, span in enumerate(self.spans):
+            positions = torch.arange(span.kv_length)
+            blocks = self.block_table[table][positions // block_size].long()
+            keys, values = (
+                self.kv[blocks, self.layer, side, :, positions % block_size].double().repeat_interleave(group, dim=1)
+                for side in (0, 1)
+            )
+            for position in range(span.kv_length - span.num_rows, span.kv_length):
+                scores = torch.einsum("hd,khd->hk", self.query[row].double(), keys[: position + 1]) * self.scale
+                out[row] = torch.einsum("hk,khd->hd", scores.softmax(dim=-1), values[: position + 1])
+                row += 1
+        return out
+
+
+MakeAttentionCase = Callable[..., AttentionCase]
+
+
+@pytest.fixture
+def make_attention_case() -> MakeAttentionCase:
+    """Builds an AttentionCase from the (kv_length, num_rows) of its sequences."""
+
+    def make(
+        spans: list[tuple[int, int]],
+        *,
+        dtype: torch.dtype,
+        num_heads: int = 6,
+        num_kv_heads: int = 2,
+        head_dim: int = 64,
+        block_size: int = 16,
+        shared: int = 0,
+        padded_blocks: bool = True,
+    ) -> AttentionCase:
+        num_layers, layer = 3, 1
+        blocks_of = [-(-kv_length // block_size) for kv_length, _ in spans]
+        num_shared = shared // block_size
+        assert shared % block_size == 0 and shared % CHUNK == 0
+        num_blocks = num_shared + sum(count - num_shared for count in blocks_of) + 3
+        free = torch.randperm(num_blocks).tolist()
+        prefix = [free.pop() for _ in range(num_shared)]
+        block_table = torch.full((len(spans), max(blocks_of) + 1), -1, dtype=torch.int32)
+        shape = (num_layers, 2, num_kv_heads, block_size, head_dim)
+        # A stride beyond the block's size, as the pool has it for direct I/O.
+        pool = torch.full(
+            (num_blocks, torch.Size(shape).numel() + (32 if padded_blocks else 0)), torch.nan, dtype=dtype
+        )
+        kv = pool[:, : torch.Size(shape).numel()].view(num_blocks, *shape)
+        for table, (kv_length, _) in enumerate(spans):
+            blocks = prefix + [free.pop() for _ in range(blocks_of[table] - num_shared)]
+            block_table[table, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            positions = torch.arange(shared if table else 0, kv_length)
+            written = torch.randn(len(positions), 2, num_kv_heads, head_dim).to(dtype)
+            for side in (0, 1):
+                kv[torch.tensor(blocks)[positions // block_size], layer, side, :, positions % block_size] = written[
+                    :, side
+                ]
+        query = torch.randn(sum(num_rows for _, num_rows in spans), num_heads, head_dim).to(dtype)
+        return AttentionCase(
+            query=query,
+            kv=kv,
+            block_table=block_table,
+            spans=[Span(*span) for span in spans],
+            shared=shared,
+            layer=layer,
+            scale=head_dim**-0.5,
+        )
+
+    return make
 
 
 def pytest_configure(config: pytest.Config) -> None:

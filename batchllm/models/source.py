@@ -1,0 +1,28 @@
+"""`ModelSource`: where a model lies, and its config read from there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from batchllm.models.config import ModelConfig
+from batchllm.models.gguf_config import gguf_config
+from batchllm.models.gguf_file import read_gguf
+from batchllm.models.huggingface_config import huggingface_config
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model on this machine: `path` is the GGUF file or the Hugging Face folder, `name` what the user called it."""
+
+    kind: Literal["gguf", "huggingface"]
+    path: Path
+    name: str
+
+
+def read_config(source: ModelSource) -> ModelConfig:
+    """The model's settings; reads no weights. Raises ModelError for what this program cannot compute."""
+    if source.kind == "gguf":
+        return gguf_config(read_gguf(source.path))
+    return huggingface_config(source.path)

@@ -1,0 +1,197 @@
+// Attention over work items: the walk over units, chunks and tiles, the fold of chunks and the merge of partials. kernels/attention.py
+// states the arithmetic. How one chunk is multiplied is an engine's business; an engine has
+//
+//   using Number                                       the type of query, keys, values and output
+//   static size_t scratch_bytes(head_dim)
+//   Engine(call, scratch)
+//   void pack_query(tile, pointers, num_columns)       the tile's columns: head_dim numbers at each pointer
+//   void pack_chunk(keys, values, count, next_keys)    the chunk's rows by pointer; next_keys: rows that are read next, or null
+//   void multiply(tile, visible, num_columns, a, m, l) one chunk of one tile: column c sees its first visible[c] positions
+//
+// A column is one (row, head) pair; all columns of a unit read the same keys. Maxima are kept times scale * log2(e), so that weights
+// are powers of two.
+#pragma once
+
+#include "vector.h"
+
+namespace batchllm {
+namespace BATCHLLM_PATH {
+
+inline constexpr float kLog2E = 1.44269504f;
+inline constexpr int kUnitTiles = kUnitColumns / kTileColumns;
+
+constexpr int round_up(int a, int b) { return (a + b - 1) / b * b; }
+
+// a [columns, width]: sums of p v; m, l [columns].
+struct Partials {
+  float* a;
+  float* m;
+  float* l;
+};
+
+BATCHLLM_INLINE void copy_partial(const Partials& to, int64_t i, const Partials& from, int64_t j, int width) {
+  for (int d = 0; d < width; d += 16) store(to.a + i * width + d, load(from.a + j * width + d));
+  to.m[i] = from.m[j], to.l[i] = from.l[j];
+}
+
+// The one formula for neighbouring spans, for 16 columns at once; columns from `num_columns` on and those not in `active` stay.
+BATCHLLM_INLINE void fold(const Partials& left, const Partials& right, const int32_t* active, int num_columns, int width) {
+  float weights[2][16];
+  const Vec left_m = load(left.m), right_m = load(right.m);
+  const Vec m = maximum(left_m, right_m);
+  const Vec left_weight = exp2_negative(left_m - m), right_weight = exp2_negative(right_m - m);
+  store(weights[0], left_weight), store(weights[1], right_weight);
+  float new_m[16], new_l[16];
+  store(new_m, m);
+  store(new_l, fma(load(left.l), left_weight, load(right.l) * right_weight));
+  for (int c = 0; c < num_columns; ++c) {
+    if (active[c] <= 0) continue;
+    left.m[c] = new_m[c], left.l[c] = new_l[c];
+    const Vec l = broadcast(weights[0][c]), r = broadcast(weights[1][c]);
+    float* a = left.a + c * width;
+    for (int d = 0; d < width; d += 16) store(a + d, fma(load(a + d), l, load(right.a + c * width + d) * r));
+  }
+}
+
+template <class T>
+BATCHLLM_INLINE void write_output(T* out, const float* a, float l, int head_dim) {
+  const Vec divisor = broadcast(l);
+  for (int d = 0; d < head_dim; d += 16) store_some(out + d, load(a + d) / divisor, head_dim - d);
+}
+
+// Pointers to the rows of positions [start, start + count) of one KV head.
+template <class T>
+void find_rows(const AttentionCall& call, const int32_t* table, const T* head, int start, int count, const T** rows) {
+  int i = 0;
+  while (i < count) {
+    const int block = (start + i) / call.block_size, first = (start + i) % call.block_size;
+    const T* base = head + table[block] * call.block_stride + int64_t(first) * call.head_dim;
+    for (int k = first; k < call.block_size && i < count; ++k, ++i, base += call.head_dim) rows[i] = base;
+  }
+}
+
+template <class Engine>
+void run_unit(const AttentionCall& call, const AttentionUnit& unit, const Partials& partials, Engine& engine, float* state) {
+  using T = typename Engine::Number;
+  const WorkItem& item = *unit.item;
+  const int head_dim = call.head_dim, width = round_up(head_dim, 16), group = call.num_heads / call.num_kv_heads;
+  const int num_tiles = (unit.num_columns + kTileColumns - 1) / kTileColumns;
+  const Partials running = {state, state + kUnitColumns * width, state + kUnitColumns * (width + 1)};
+  float* scratch_partial = state + kUnitColumns * (width + 2);
+  const Partials chunk_partial = {scratch_partial, scratch_partial + kTileColumns * width, scratch_partial + kTileColumns * (width + 1)};
+
+  int64_t column_head[kUnitColumns];  // row * num_heads + head
+  int32_t column_position[kUnitColumns];
+  const T* pointers[kTileColumns];
+  for (int t = 0; t < num_tiles; ++t) {
+    const int first = t * kTileColumns, count = unit.num_columns - first < kTileColumns ? unit.num_columns - first : kTileColumns;
+    for (int c = 0; c < count; ++c) {
+      const int column = unit.column_start + first + c, row = item.row_start + column / group;
+      column_head[first + c] = int64_t(row) * call.num_heads + unit.kv_head * group + column % group;
+      column_position[first + c] = call.positions[row];
+      pointers[c] = static_cast<const T*>(call.query) + column_head[first + c] * head_dim;
+    }
+    engine.pack_query(t, pointers, count);
+  }
+
+  const int32_t* table = call.block_table + int64_t(item.table) * call.max_blocks;
+  const int64_t head_size = int64_t(call.block_size) * head_dim;
+  const T* keys = static_cast<const T*>(call.kv) + unit.kv_head * head_size;
+  const int64_t to_values = call.num_kv_heads * head_size;
+  const T* rows[2][kChunk];
+  const T* value_rows[kChunk];
+  const bool folds = item.kv_start == 0;
+  int current = 0;
+  auto count_at = [&](int start) { return unit.kv_stop - start < kChunk ? unit.kv_stop - start : kChunk; };
+  if (item.kv_start < unit.kv_stop) find_rows(call, table, keys, item.kv_start, count_at(item.kv_start), rows[0]);
+  for (int start = item.kv_start; start < unit.kv_stop; start += kChunk, current ^= 1) {
+    const int count = count_at(start), next = start + kChunk;
+    for (int i = 0; i < count; ++i) value_rows[i] = rows[current][i] + to_values;
+    if (next < unit.kv_stop) find_rows(call, table, keys, next, count_at(next), rows[current ^ 1]);
+    engine.pack_chunk(rows[current], value_rows, count, next < unit.kv_stop ? rows[current ^ 1] : nullptr, count_at(next));
+    for (int t = 0; t < num_tiles; ++t) {
+      const int first = t * kTileColumns, columns = unit.num_columns - first < kTileColumns ? unit.num_columns - first : kTileColumns;
+      int32_t visible[kTileColumns] = {};
+      bool any = false;
+      for (int c = 0; c < columns; ++c) {
+        const int seen = column_position[first + c] - start + 1;
+        visible[c] = seen < 0 ? 0 : seen < count ? seen : count;
+        any |= visible[c] > 0;
+      }
+      if (!any) continue;
+      const Partials tile_running = {running.a + int64_t(first) * width, running.m + first, running.l + first};
+      const bool is_first = folds && start == 0;  // every row sees position 0
+      const Partials& target = is_first ? tile_running : chunk_partial;
+      engine.multiply(t, visible, columns, target.a, target.m, target.l);
+      if (is_first) continue;
+      if (folds) {
+        fold(tile_running, chunk_partial, visible, columns, width);
+        continue;
+      }
+      for (int c = 0; c < columns; ++c) {
+        if (visible[c] == 0) continue;
+        const int row_in_item = (unit.column_start + first + c) / group, head = int(column_head[first + c] % call.num_heads);
+        const int64_t number = item.partial + int64_t((start - item.kv_start) / kChunk) * item.num_rows + row_in_item;
+        copy_partial(partials, number * call.num_heads + head, chunk_partial, c, width);
+      }
+    }
+  }
+  if (!folds) return;
+  for (int i = 0; i < unit.num_columns; ++i) {
+    if (item.partial < 0) {
+      write_output(static_cast<T*>(call.out) + column_head[i] * head_dim, running.a + int64_t(i) * width, running.l[i], head_dim);
+    } else {
+      const int64_t number = item.partial + (unit.column_start + i) / group;
+      copy_partial(partials, number * call.num_heads + column_head[i] % call.num_heads, running, i, width);
+    }
+  }
+}
+
+// Left fold of each listed row's partials, 16 heads at a time.
+template <class T>
+void merge_row(const AttentionCall& call, const Partials& partials, int64_t index, float* state) {
+  const int head_dim = call.head_dim, width = round_up(head_dim, 16);
+  const Partials running = {state, state + kTileColumns * width, state + kTileColumns * (width + 1)};
+  int32_t all[kTileColumns];
+  for (int c = 0; c < kTileColumns; ++c) all[c] = 1;
+  for (int head = 0; head < call.num_heads; head += kTileColumns) {
+    const int columns = call.num_heads - head < kTileColumns ? call.num_heads - head : kTileColumns;
+    for (int k = call.merge_start[index]; k < call.merge_start[index + 1]; ++k) {
+      const int64_t at = int64_t(call.merge_partials[k]) * call.num_heads + head;
+      const Partials part = {partials.a + at * width, partials.m + at, partials.l + at};
+      if (k == call.merge_start[index]) {
+        for (int c = 0; c < columns; ++c) copy_partial(running, c, part, c, width);
+      } else {
+        fold(running, part, all, columns, width);
+      }
+    }
+    T* out = static_cast<T*>(call.out) + (int64_t(call.merge_rows[index]) * call.num_heads + head) * head_dim;
+    for (int c = 0; c < columns; ++c) write_output(out + c * head_dim, running.a + c * width, running.l[c], head_dim);
+  }
+}
+
+template <class Engine>
+void run_attention(const AttentionCall& call) {
+  using T = typename Engine::Number;
+  const int width = round_up(call.head_dim, 16);
+  const int64_t num_parts = call.num_partials * call.num_heads;
+  // fold() loads 16 maxima and sums at a time: 16 numbers behind each array are read, never used.
+  float* memory = static_cast<float*>(scratch(kScratchPartials, sizeof(float) * (num_parts * (width + 2) + 32)));
+  const Partials partials = {memory, memory + num_parts * width, memory + num_parts * (width + 1) + 16};
+  std::memset(call.out, 0, sizeof(T) * call.num_rows * call.num_heads * call.head_dim);
+  int64_t num_units = 0;
+  const AttentionUnit* units = attention_units(call, &num_units);
+  const size_t state_floats = (kUnitColumns + kTileColumns) * (width + 2);
+#pragma omp parallel if (num_units + call.num_merge_rows > 1)
+  {
+    float* state = static_cast<float*>(scratch(kScratchThread, sizeof(float) * state_floats + Engine::scratch_bytes(call.head_dim)));
+    Engine engine(call, reinterpret_cast<char*>(state + state_floats));
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < num_units; ++i) run_unit(call, units[i], partials, engine, state);
+#pragma omp for schedule(dynamic, 8)
+    for (int64_t i = 0; i < call.num_merge_rows; ++i) merge_row<T>(call, partials, i, state);
+  }
+}
+
+}  // namespace BATCHLLM_PATH
+}  // namespace batchllm

@@ -1,0 +1,217 @@
+// The attention engine on tile units: bf16 query, keys, values and weights, float32 sums.
+#pragma once
+
+#include "amx.h"
+#include "attention.h"
+
+namespace batchllm {
+namespace BATCHLLM_PATH {
+
+class TileEngine {
+ public:
+  using Number = bf16;
+
+  static size_t scratch_bytes(int head_dim) {
+    const int depth = round_up(head_dim, 32), width = round_up(head_dim, 16);
+    return sizeof(bf16) * (size_t(kUnitColumns) * depth + size_t(kChunk) * (depth + width) + 16 * kWeightStride) + sizeof(float) * 16 * kScoreStride;
+  }
+
+  TileEngine(const AttentionCall& call, char* memory)
+      : head_dim_(call.head_dim), depth_tiles_((call.head_dim + 31) / 32), width_tiles_((call.head_dim + 15) / 16), scale_(call.scale * kLog2E) {
+    query_ = reinterpret_cast<bf16*>(memory);
+    keys_ = query_ + size_t(kUnitColumns) * depth_tiles_ * 32;
+    values_ = keys_ + size_t(kChunk) * depth_tiles_ * 32;
+    weights_ = values_ + size_t(kChunk) * width_tiles_ * 16;
+    scores_ = reinterpret_cast<float*>(weights_ + 16 * kWeightStride);
+  }
+
+  // A operand: [depth tiles, 16 columns, 32].
+  void pack_query(int tile, const bf16* const* pointers, int num_columns) {
+    for (int k = 0; k < depth_tiles_; ++k)
+      for (int c = 0; c < 16; ++c)
+        _mm512_storeu_si512(query_tile(tile, k) + 32 * c, c < num_columns ? load_row(pointers[c], 32 * k) : _mm512_setzero_si512());
+  }
+
+  // B operands: keys [position tiles, depth tiles, 16 pairs of the head, 16 positions, 2], values [position tiles of 32, width tiles,
+  // 16 pairs of positions, 16 of the head, 2]. Rows that are read soon are asked for now: blocks lie anywhere, the processor cannot guess.
+  void pack_chunk(const bf16* const* keys, const bf16* const* values, int count, const bf16* const* next_keys, int next_count) {
+    const int row_bytes = head_dim_ * int(sizeof(bf16));
+    for (int start = 0; start < count; start += 16) {
+      const int rows = count - start < 16 ? count - start : 16;
+      for (int i = start + kAhead; i < start + kAhead + 16 && i < count; ++i) prefetch(keys[i], row_bytes);
+      for (int i = start; i < start + rows; ++i) prefetch(values[i], row_bytes);
+      for (int k = 0; k < depth_tiles_; ++k) {
+        __m512i r[16];
+        for (int i = 0; i < 16; ++i) r[i] = i < rows ? load_row(keys[start + i], 32 * k) : _mm512_setzero_si512();
+        amx::transpose(r);
+        bf16* to = key_tile(start / 16, k);
+        for (int i = 0; i < 16; ++i) _mm512_store_si512(to + 32 * i, r[i]);
+      }
+    }
+    alignas(64) uint16_t order[2][32];
+    for (int i = 0; i < 32; ++i) order[0][i] = uint16_t(i / 2 + (i % 2) * 32), order[1][i] = uint16_t(order[0][i] + 16);
+    const __m512i low = _mm512_load_si512(order[0]), high = _mm512_load_si512(order[1]);
+    for (int start = 0; start < count; start += 32) {
+      if (next_keys != nullptr)
+        for (int i = start; i < start + 32 && i < next_count && i < kAhead; ++i) prefetch(next_keys[i], row_bytes);
+      for (int pair = 0; pair < 16; ++pair) {
+        const int first = start + 2 * pair;
+        for (int w = 0; w < width_tiles_; w += 2) {
+          const __m512i even = first < count ? load_row(values[first], 16 * w) : _mm512_setzero_si512();
+          const __m512i odd = first + 1 < count ? load_row(values[first + 1], 16 * w) : _mm512_setzero_si512();
+          _mm512_store_si512(value_tile(start / 32, w) + 32 * pair, _mm512_permutex2var_epi16(even, low, odd));
+          if (w + 1 < width_tiles_) _mm512_store_si512(value_tile(start / 32, w + 1) + 32 * pair, _mm512_permutex2var_epi16(even, high, odd));
+        }
+      }
+    }
+    // The keys' last tile of an odd number of tiles is multiplied too; it was not packed.
+    if ((count + 15) / 16 % 2 == 1) std::memset(key_tile((count + 15) / 16, 0), 0, sizeof(bf16) * 512 * depth_tiles_);
+  }
+
+  void multiply(int tile, const int32_t* visible, int num_columns, float* a, float* m, float* l) {
+    int seen = 0;
+    for (int c = 0; c < num_columns; ++c) seen = visible[c] > seen ? visible[c] : seen;
+    const int steps = (seen + 31) / 32;  // of 32 positions
+    amx::barrier();
+    int s = 0;
+    for (; s + 2 <= steps; s += 2) score<4>(tile, 2 * s);
+    if (s < steps) score<2>(tile, 2 * s);
+    amx::barrier();
+    for (int c = 0; c < num_columns; ++c) softmax(c, visible[c], steps, m + c, l + c);
+    amx::barrier();
+    int w = 0;
+    for (; w + 4 <= width_tiles_; w += 4) weigh<4>(steps, w, a);
+    if (width_tiles_ - w == 3) weigh<3>(steps, w, a);
+    if (width_tiles_ - w == 2) weigh<2>(steps, w, a);
+    if (width_tiles_ - w == 1) weigh<1>(steps, w, a);
+    amx::barrier();
+  }
+
+ private:
+  static constexpr int kAhead = 64;  // positions
+  // Strides off the powers of two, so that the rows of a tile do not fall on the same cache sets.
+  static constexpr int kScoreStride = kChunk + 16;
+  static constexpr int kWeightStride = kChunk + 32;
+
+  static void prefetch(const bf16* row, int num_bytes) {
+    for (int b = 0; b < num_bytes; b += 64) _mm_prefetch(reinterpret_cast<const char*>(row) + b, _MM_HINT_T0);
+  }
+
+  // 32 numbers from `first`, zeros behind the head.
+  __m512i load_row(const bf16* row, int first) const {
+    const int count = head_dim_ - first;
+    if (count >= 32) return _mm512_loadu_si512(row + first);
+    return _mm512_maskz_loadu_epi16((1u << count) - 1, row + first);
+  }
+
+  bf16* query_tile(int tile, int k) const { return query_ + size_t(tile * depth_tiles_ + k) * 512; }
+  bf16* key_tile(int positions, int k) const { return keys_ + size_t(positions * depth_tiles_ + k) * 512; }
+  bf16* value_tile(int positions, int w) const { return values_ + size_t(positions * width_tiles_ + w) * 512; }
+
+  template <int N>
+  void score(int tile, int first) const {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (N > 2) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int k = 0; k < depth_tiles_; ++k) {
+      _tile_loadd(4, query_tile(tile, k), 64);
+      _tile_loadd(5, key_tile(first, k), 64);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(6, key_tile(first + 1, k), 64);
+      _tile_dpbf16ps(1, 4, 6);
+      if constexpr (N > 2) {
+        _tile_loadd(7, key_tile(first + 2, k), 64);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_loadd(5, key_tile(first + 3, k), 64);
+        _tile_dpbf16ps(3, 4, 5);
+      }
+    }
+    _tile_stored(0, scores_ + 16 * first, kScoreStride * 4);
+    _tile_stored(1, scores_ + 16 * first + 16, kScoreStride * 4);
+    if constexpr (N > 2) {
+      _tile_stored(2, scores_ + 16 * first + 32, kScoreStride * 4);
+      _tile_stored(3, scores_ + 16 * first + 48, kScoreStride * 4);
+    }
+  }
+
+  // 2^t to 1e-4, which is finer than the weights' eight bits.
+  static __m512 power(__m512 t) {
+    const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 f = _mm512_sub_ps(t, n);
+    __m512 p = _mm512_set1_ps(5.5171669e-2f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4261112e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9326099e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.9992807e-1f));
+    return _mm512_scalef_ps(p, n);
+  }
+
+  static __mmask16 lanes(int count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : __mmask16((1u << count) - 1); }
+
+  void softmax(int column, int visible, int steps, float* m, float* l) const {
+    const float* s = scores_ + column * kScoreStride;
+    bf16* to = weights_ + column * kWeightStride;
+    __m512 peak = _mm512_set1_ps(-__builtin_inff());
+    const int whole = visible / 16 * 16;
+    for (int i = 0; i < whole; i += 16) peak = _mm512_max_ps(peak, _mm512_loadu_ps(s + i));
+    if (whole < visible) peak = _mm512_mask_max_ps(peak, lanes(visible - whole), peak, _mm512_loadu_ps(s + whole));
+    *m = _mm512_reduce_max_ps(peak) * scale_;
+    const __m512 factor = _mm512_set1_ps(scale_), offset = _mm512_set1_ps(-*m);
+    __m512 even_sum = _mm512_setzero_ps(), odd_sum = _mm512_setzero_ps();
+    for (int i = 0; i < 32 * steps; i += 32) {
+      __m512 even = power(_mm512_fmadd_ps(_mm512_loadu_ps(s + i), factor, offset));
+      __m512 odd = power(_mm512_fmadd_ps(_mm512_loadu_ps(s + i + 16), factor, offset));
+      if (i + 32 > visible) {
+        even = _mm512_maskz_mov_ps(lanes(visible - i), even);
+        odd = _mm512_maskz_mov_ps(lanes(visible - i - 16), odd);
+      }
+      even_sum = _mm512_add_ps(even_sum, even), odd_sum = _mm512_add_ps(odd_sum, odd);
+      _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+    }
+    *l = _mm512_reduce_add_ps(_mm512_add_ps(even_sum, odd_sum));
+  }
+
+  template <int N>
+  void weigh(int steps, int w, float* a) const {
+    _tile_zero(0);
+    if constexpr (N > 1) _tile_zero(1);
+    if constexpr (N > 2) _tile_zero(2);
+    if constexpr (N > 3) _tile_zero(3);
+    for (int s = 0; s < steps; ++s) {
+      _tile_loadd(4, weights_ + 32 * s, kWeightStride * 2);
+      _tile_loadd(5, value_tile(s, w), 64);
+      _tile_dpbf16ps(0, 4, 5);
+      if constexpr (N > 1) {
+        _tile_loadd(6, value_tile(s, w + 1), 64);
+        _tile_dpbf16ps(1, 4, 6);
+      }
+      if constexpr (N > 2) {
+        _tile_loadd(7, value_tile(s, w + 2), 64);
+        _tile_dpbf16ps(2, 4, 7);
+      }
+      if constexpr (N > 3) {
+        _tile_loadd(5, value_tile(s, w + 3), 64);
+        _tile_dpbf16ps(3, 4, 5);
+      }
+    }
+    const int stride = width_tiles_ * 16 * int(sizeof(float));
+    _tile_stored(0, a + 16 * w, stride);
+    if constexpr (N > 1) _tile_stored(1, a + 16 * (w + 1), stride);
+    if constexpr (N > 2) _tile_stored(2, a + 16 * (w + 2), stride);
+    if constexpr (N > 3) _tile_stored(3, a + 16 * (w + 3), stride);
+  }
+
+  amx::Tiles tiles_;
+  int head_dim_, depth_tiles_, width_tiles_;
+  float scale_;
+  bf16* query_;
+  bf16* keys_;
+  bf16* values_;
+  bf16* weights_;  // [16, kWeightStride]
+  float* scores_;  // [16, kScoreStride]
+};
+
+}  // namespace BATCHLLM_PATH
+}  // namespace batchllm

@@ -1,0 +1,131 @@
+// The C interface: raw pointers in, one path of instructions chosen at start or set by the caller. Compiled for any processor.
+#include <omp.h>
+
+#include <atomic>
+#include <cstring>
+
+#include "native.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace batchllm {
+namespace {
+
+enum Path : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3, kNumPaths = 4 };
+
+#if defined(__x86_64__)
+
+uint64_t enabled_states() {
+  uint32_t low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return uint64_t(high) << 32 | low;
+}
+
+// Tile state is given to a process that asks (ARCH_REQ_XCOMP_PERM for feature 18); threads made later inherit it.
+bool tiles_permitted() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
+bool can_run(Path path) {
+  if (path == kPortable) return true;
+  uint32_t a, b, c, d, b7, c7, d7, a1 = 0, unused;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !__get_cpuid_count(7, 0, &a, &b7, &c7, &d7)) return false;
+  if (a >= 1) __get_cpuid_count(7, 1, &a1, &unused, &unused, &unused);
+  const uint64_t states = enabled_states();
+  const bool avx2 = (states & 0x6) == 0x6 && (c & bit_AVX) && (c & bit_FMA) && (c & bit_F16C) && (b7 & bit_AVX2);
+  if (path == kAvx2) return avx2;
+  const uint32_t avx512_bits = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+  const bool avx512 = avx2 && (states & 0xe6) == 0xe6 && (b7 & avx512_bits) == avx512_bits;
+  if (path == kAvx512) return avx512;
+  const bool avx512_bf16 = a1 & (1u << 5), amx_tile = d7 & (1u << 24), amx_bf16 = d7 & (1u << 22);
+  return avx512 && avx512_bf16 && amx_tile && amx_bf16 && (states & 0x60000) == 0x60000 && tiles_permitted();
+}
+
+const PathTable* const kTables[kNumPaths] = {&kPortableTable, &kAvx2Table, &kAvx512Table, &kAmxTable};
+
+#else
+
+bool can_run(Path path) { return path == kPortable; }
+const PathTable* const kTables[kNumPaths] = {&kPortableTable, nullptr, nullptr, nullptr};
+
+#endif
+
+int best_path() {
+  for (int path = kNumPaths - 1; path > 0; --path)
+    if (can_run(Path(path))) return path;
+  return kPortable;
+}
+
+std::atomic<int>& current() {
+  static std::atomic<int> path{best_path()};
+  return path;
+}
+
+const PathTable& table() { return *kTables[current().load(std::memory_order_relaxed)]; }
+
+// Copies whole blocks; a null list of ids counts 0, 1, 2, ...
+void copy_whole(char* to, int64_t to_stride, const int64_t* to_ids, const char* from, int64_t from_stride, const int64_t* from_ids,
+                int64_t count, int64_t num_bytes) {
+#pragma omp parallel for if (count > 1 && count * num_bytes > 65536) schedule(static)
+  for (int64_t i = 0; i < count; ++i)
+    std::memcpy(to + (to_ids != nullptr ? to_ids[i] : i) * to_stride, from + (from_ids != nullptr ? from_ids[i] : i) * from_stride, num_bytes);
+}
+
+}  // namespace
+}  // namespace batchllm
+
+using namespace batchllm;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT int batchllm_can_run(int path) { return path >= 0 && path < kNumPaths && can_run(Path(path)); }
+EXPORT int batchllm_path() { return current(); }
+// The caller asks batchllm_can_run first.
+EXPORT void batchllm_set_path(int path) { current() = path; }
+EXPORT int batchllm_num_threads() { return num_threads(); }
+
+EXPORT void batchllm_attention(const void* query, void* out, const void* kv, int64_t block_stride, int64_t num_rows, int32_t data_type,
+                               int32_t num_heads, int32_t num_kv_heads, int32_t head_dim, int32_t block_size, const int32_t* positions,
+                               const int32_t* block_table, int64_t max_blocks, const int32_t* items, int64_t num_items,
+                               const int32_t* merge_rows, const int32_t* merge_start, const int32_t* merge_partials,
+                               int64_t num_merge_rows, int64_t num_partials, float scale) {
+  table().attention({query, out, kv, block_stride, num_rows, data_type, num_heads, num_kv_heads, head_dim, block_size, positions,
+                     block_table, max_blocks, items, num_items, merge_rows, merge_start, merge_partials, num_merge_rows, num_partials,
+                     scale});
+}
+
+EXPORT void batchllm_rms_norm(const void* x, const void* weight, void* residual, void* out, int64_t num_rows, int64_t size, float eps,
+                              int32_t data_type) {
+  table().rms_norm(x, weight, residual, out, num_rows, size, eps, data_type);
+}
+
+EXPORT void batchllm_silu_mul(const void* gate_up, void* out, int64_t num_rows, int64_t size, int32_t data_type) {
+  table().silu_mul(gate_up, out, num_rows, size, data_type);
+}
+
+EXPORT void batchllm_rope_write_kv(const void* qkv, void* query, int64_t num_rows, int32_t data_type, const float* cos_sin,
+                                   const int32_t* positions, const int64_t* slots, void* kv, int64_t block_stride, int32_t num_heads,
+                                   int32_t num_kv_heads, int32_t head_dim, int32_t block_size) {
+  table().rope_write_kv(qkv, query, num_rows, data_type,
+                        {cos_sin, positions, slots, kv, block_stride, num_heads, num_kv_heads, head_dim, block_size});
+}
+
+EXPORT void batchllm_linear(const void* x, const void* weight, const float* bias, void* out, int64_t num_rows, int64_t in_size,
+                            int64_t out_size, int64_t x_stride, int32_t data_type, int32_t end) {
+  table().linear({x, weight, bias, out, num_rows, in_size, out_size, x_stride, data_type, end, {}});
+}
+
+EXPORT void batchllm_linear_rope_write_kv(const void* x, const void* weight, const float* bias, void* query, int64_t num_rows,
+                                          int64_t in_size, int64_t out_size, int64_t x_stride, int32_t data_type, const float* cos_sin,
+                                          const int32_t* positions, const int64_t* slots, void* kv, int64_t block_stride,
+                                          int32_t num_heads, int32_t num_kv_heads, int32_t head_dim, int32_t block_size) {
+  table().linear({x, weight, bias, query, num_rows, in_size, out_size, x_stride, data_type, kRopeWriteKv,
+                  {cos_sin, positions, slots, kv, block_stride, num_heads, num_kv_heads, head_dim, block_size}});
+}
+
+EXPORT void batchllm_copy_blocks(void* to, int64_t to_stride, const int64_t* to_ids, const void* from, int64_t from_stride,
+                                 const int64_t* from_ids, int64_t count, int64_t num_bytes) {
+  copy_whole(static_cast<char*>(to), to_stride, to_ids, static_cast<const char*>(from), from_stride, from_ids, count, num_bytes);
+}

@@ -1,0 +1,135 @@
+// y = x W^T + b over packed weights, with a fused end. Each output is one sum over ascending input index, so a row's bits do not depend on
+// how many rows there are, nor on threads.
+//
+// Packed weights are tiles of 16 outputs: float32 [tiles, in_size, 16]; bf16 [tiles, pairs, 16, 2] where pair k holds inputs 2k and 2k + 1
+// and inputs are padded with zeros to a multiple of 32. That is what the tile units multiply with, and the vector units can read it too.
+// The end kSiluMul wants tiles of gate and up in turn.
+//
+// A multiplier works on blocks of 32 rows; it has
+//   using Number
+//   static size_t block_bytes(in_size)                      a packed block of rows
+//   static void pack_block(x, x_stride, rows, in_size, to)
+//   void multiply(block, rows, weight, in_size, num_tiles, y)   y [32, 16 * num_tiles] float32
+#pragma once
+
+#include <omp.h>
+
+#include "elementwise.h"
+
+namespace batchllm {
+namespace BATCHLLM_PATH {
+
+template <class T>
+BATCHLLM_INLINE const char* weight_tile(const LinearCall& call, int64_t tile) {
+  const int64_t numbers = sizeof(T) == 2 ? (call.in_size + 31) / 32 * 32 : call.in_size;
+  return static_cast<const char*>(call.weight) + tile * numbers * 16 * int64_t(sizeof(T));
+}
+
+struct Best {
+  float value;
+  int64_t index;
+};
+
+// What becomes of y [rows, 16 * num_tiles], whose first output is 16 * tile: written, added, gated, rotated or compared.
+template <class T>
+void finish_block(const LinearCall& call, float* y, int64_t first_row, int rows, int64_t tile, int num_tiles, Best* best) {
+  const int width = 16 * num_tiles;
+  const int64_t first = 16 * tile;
+  if (call.bias != nullptr)
+    for (int r = 0; r < rows; ++r)
+      for (int i = 0; i < width; i += 16) store(y + r * width + i, load(y + r * width + i) + load(call.bias + first + i));
+  const int count = int(call.out_size - first < width ? call.out_size - first : width);
+  for (int r = 0; r < rows; ++r) {
+    const float* from = y + r * width;
+    const int64_t row = first_row + r;
+    if (call.end == kStore) {
+      copy_numbers(from, static_cast<T*>(call.out) + row * call.out_size + first, count);
+    } else if (call.end == kAdd) {
+      T* to = static_cast<T*>(call.out) + row * call.out_size + first;
+      for (int i = 0; i < count; i += 16) store_some(to + i, load_some(to + i, count - i) + load(from + i), count - i);
+    } else if (call.end == kSiluMul) {
+      T* to = static_cast<T*>(call.out) + row * (call.out_size / 2) + first / 2;
+      for (int i = 0; i < width; i += 32) store(to + i / 2, silu(load(from + i)) * load(from + i + 16));
+    } else if (call.end == kRopeWriteKv) {
+      place_head(from, static_cast<T*>(call.out), row, int(first / width), call.rope);
+    } else {
+      Vec peak = broadcast(-__builtin_inff());
+      for (int i = 0; i + 16 <= count; i += 16) peak = maximum(peak, load(from + i));
+      float value = maximum_lanes(peak);
+      for (int i = count / 16 * 16; i < count; ++i) value = from[i] > value ? from[i] : value;
+      Best& row_best = best[row];
+      if (value < row_best.value) continue;
+      int64_t index = 0;
+      while (index < count - 1 && from[index] != value) ++index;
+      index += first;
+      if (value > row_best.value || index < row_best.index) row_best = {value, index};
+    }
+  }
+}
+
+template <class Multiplier>
+void run_linear(const LinearCall& call) {
+  using T = typename Multiplier::Number;
+  if (call.num_rows == 0) return;
+  const int64_t tiles = (call.out_size + 15) / 16;
+  const int group_tiles = call.end == kRopeWriteKv ? call.rope.head_dim / 16 : 4;
+  const int64_t groups = (tiles + group_tiles - 1) / group_tiles;
+  const int64_t blocks = (call.num_rows + kBlockRows - 1) / kBlockRows;
+  const size_t block_bytes = Multiplier::block_bytes(call.in_size);
+  const int threads = num_threads();
+  const size_t best_bytes = call.end == kArgmax ? sizeof(Best) * threads * call.num_rows : 0;
+  char* packed = static_cast<char*>(scratch(kScratchCall, block_bytes * blocks + best_bytes));
+  Best* best = reinterpret_cast<Best*>(packed + block_bytes * blocks);
+
+  // Rows that stay in the second cache level while the weights pass; pieces of the weights small enough to share out evenly.
+  const int64_t stay = int64_t(1 << 20) / int64_t(block_bytes) > 1 ? int64_t(1 << 20) / int64_t(block_bytes) : 1;
+  const int64_t row_parts = (blocks + stay - 1) / stay;
+  const int64_t wanted = row_parts >= 4 * threads ? 1 : (4 * threads + row_parts - 1) / row_parts;
+  const int64_t part_groups = (groups + wanted - 1) / wanted;
+  const int64_t group_parts = (groups + part_groups - 1) / part_groups;
+  const int64_t work = call.num_rows * call.in_size * call.out_size;
+#pragma omp parallel num_threads(threads) if (work > 1 << 17)
+  {
+    Multiplier multiplier;
+    float* y = static_cast<float*>(scratch(kScratchThread, sizeof(float) * kBlockRows * 16 * kMaxGroupTiles));
+    Best* thread_best = best + omp_get_thread_num() * call.num_rows;
+    if (call.end == kArgmax)
+      for (int64_t i = 0; i < call.num_rows; ++i) thread_best[i] = {-__builtin_inff(), call.out_size};
+#pragma omp for schedule(static)
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int rows = int(call.num_rows - b * kBlockRows < kBlockRows ? call.num_rows - b * kBlockRows : kBlockRows);
+      Multiplier::pack_block(static_cast<const T*>(call.x) + b * kBlockRows * call.x_stride, call.x_stride, rows, call.in_size,
+                             packed + b * block_bytes);
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t part = 0; part < row_parts * group_parts; ++part) {
+      const int64_t first_block = part / group_parts * stay, first_group = part % group_parts * part_groups;
+      const int64_t last_block = first_block + stay < blocks ? first_block + stay : blocks;
+      const int64_t last_group = first_group + part_groups < groups ? first_group + part_groups : groups;
+      for (int64_t g = first_group; g < last_group; ++g) {
+        const int64_t tile = g * group_tiles;
+        const int num_tiles = int(tiles - tile < group_tiles ? tiles - tile : group_tiles);
+        for (int64_t b = first_block; b < last_block; ++b) {
+          const int rows = int(call.num_rows - b * kBlockRows < kBlockRows ? call.num_rows - b * kBlockRows : kBlockRows);
+          multiplier.multiply(packed + b * block_bytes, rows, weight_tile<T>(call, tile), call.in_size, num_tiles, y);
+          finish_block<T>(call, y, b * kBlockRows, rows, tile, num_tiles, thread_best);
+        }
+      }
+    }
+    if (call.end == kArgmax) {
+      const int team = omp_get_num_threads();
+#pragma omp for schedule(static)
+      for (int64_t row = 0; row < call.num_rows; ++row) {
+        Best winner = best[row];
+        for (int t = 1; t < team; ++t) {
+          const Best& other = best[t * call.num_rows + row];
+          if (other.value > winner.value || (other.value == winner.value && other.index < winner.index)) winner = other;
+        }
+        static_cast<int64_t*>(call.out)[row] = winner.index < call.out_size ? winner.index : 0;
+      }
+    }
+  }
+}
+
+}  // namespace BATCHLLM_PATH
+}  // namespace batchllm

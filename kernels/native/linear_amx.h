@@ -1,0 +1,114 @@
+// The multiplier on tile units: bf16 rows and weights, float32 sums.
+#pragma once
+
+#include "amx.h"
+#include "linear.h"
+
+namespace batchllm {
+namespace BATCHLLM_PATH {
+
+class TileMultiplier {
+ public:
+  using Number = bf16;
+
+  static size_t block_bytes(int64_t in_size) { return sizeof(bf16) * kBlockRows * ((in_size + 31) / 32 * 32); }
+
+  // A operands: [2, depth tiles, 16 rows, 32]; the second half only where there are more than 16 rows.
+  static void pack_block(const bf16* x, int64_t x_stride, int rows, int64_t in_size, char* to) {
+    const int64_t depth = (in_size + 31) / 32;
+    const int padded_rows = rows > 16 ? 32 : 16;
+    for (int r = 0; r < padded_rows; ++r) {
+      bf16* row = reinterpret_cast<bf16*>(to) + (r / 16 * depth * 16 + r % 16) * 32;
+      for (int64_t k = 0; k < depth; ++k) {
+        __m512i numbers = _mm512_setzero_si512();
+        if (r < rows) {
+          const int64_t count = in_size - 32 * k;
+          numbers = _mm512_maskz_loadu_epi16(count >= 32 ? ~0u : (1u << count) - 1, x + r * x_stride + 32 * k);
+        }
+        _mm512_store_si512(row + 512 * k, numbers);
+      }
+    }
+  }
+
+  void multiply(const char* block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y) {
+    const bf16* a = reinterpret_cast<const bf16*>(block);
+    const bf16* b = reinterpret_cast<const bf16*>(weight);
+    const int64_t depth = (in_size + 31) / 32;
+    const int stride = 16 * num_tiles;
+    amx::barrier();
+    int n = 0;
+    if (rows > 16) {
+      for (; n + 2 <= num_tiles; n += 2) two_by_two(a, a + 512 * depth, b + 512 * depth * n, depth, y + 16 * n, stride);
+      if (n < num_tiles) {
+        row_of_tiles<1>(a, b + 512 * depth * n, depth, y + 16 * n, stride);
+        row_of_tiles<1>(a + 512 * depth, b + 512 * depth * n, depth, y + 16 * stride + 16 * n, stride);
+      }
+      amx::barrier();
+      return;
+    }
+    for (; n + 4 <= num_tiles; n += 4) row_of_tiles<4>(a, b + 512 * depth * n, depth, y + 16 * n, stride);
+    for (; n + 2 <= num_tiles; n += 2) row_of_tiles<2>(a, b + 512 * depth * n, depth, y + 16 * n, stride);
+    if (n < num_tiles) row_of_tiles<1>(a, b + 512 * depth * n, depth, y + 16 * n, stride);
+    amx::barrier();
+  }
+
+ private:
+  static void two_by_two(const bf16* upper, const bf16* lower, const bf16* b, int64_t depth, float* y, int stride) {
+    const bf16* right = b + 512 * depth;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < 512 * depth; k += 512) {
+      _tile_loadd(4, upper + k, 64);
+      _tile_loadd(6, b + k, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, right + k, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, lower + k, 64);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, y, stride * 4);
+    _tile_stored(1, y + 16, stride * 4);
+    _tile_stored(2, y + 16 * stride, stride * 4);
+    _tile_stored(3, y + 16 * stride + 16, stride * 4);
+  }
+
+  template <int N>
+  static void row_of_tiles(const bf16* a, const bf16* b, int64_t depth, float* y, int stride) {
+    const int64_t step = 512 * depth;
+    _tile_zero(0);
+    if constexpr (N > 1) _tile_zero(1);
+    if constexpr (N > 2) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int64_t k = 0; k < step; k += 512) {
+      _tile_loadd(4, a + k, 64);
+      _tile_loadd(5, b + k, 64);
+      _tile_dpbf16ps(0, 4, 5);
+      if constexpr (N > 1) {
+        _tile_loadd(6, b + step + k, 64);
+        _tile_dpbf16ps(1, 4, 6);
+      }
+      if constexpr (N > 2) {
+        _tile_loadd(7, b + 2 * step + k, 64);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_loadd(5, b + 3 * step + k, 64);
+        _tile_dpbf16ps(3, 4, 5);
+      }
+    }
+    _tile_stored(0, y, stride * 4);
+    if constexpr (N > 1) _tile_stored(1, y + 16, stride * 4);
+    if constexpr (N > 2) {
+      _tile_stored(2, y + 32, stride * 4);
+      _tile_stored(3, y + 48, stride * 4);
+    }
+  }
+
+  amx::Tiles tiles_;
+};
+
+}  // namespace BATCHLLM_PATH
+}  // namespace batchllm

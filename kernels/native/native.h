@@ -1,0 +1,101 @@
+// What the sources of the native kernels share: the calls that come in through the C interface, and one table of functions a path.
+//
+// A path is one instruction set. Its functions are compiled in a namespace of its own with its own compiler flags, and call no inline
+// function or template of the standard library: the linker keeps one copy of those, and it may be the one with the wrong instructions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace batchllm {
+
+using bf16 = uint16_t;
+
+enum DataType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+
+inline constexpr int kChunk = 256;          // positions at which spans are cut, kernels/attention.py CHUNK
+inline constexpr int kTileColumns = 16;     // attention: (row, head) pairs of one tile
+inline constexpr int kUnitColumns = 256;    // attention: pairs that read one packed chunk
+inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kBlockRows = 32;       // linear: rows of one block
+inline constexpr int kMaxGroupTiles = 32;   // linear: tiles of 16 outputs that one end needs together
+
+// Fields as in kernels/attention.py AttentionPlan.
+struct AttentionCall {
+  const void* query;
+  void* out;
+  const void* kv;  // keys of the layer in block 0
+  int64_t block_stride;  // in elements
+  int64_t num_rows;
+  int32_t data_type, num_heads, num_kv_heads, head_dim, block_size;
+  const int32_t* positions;
+  const int32_t* block_table;
+  int64_t max_blocks;
+  const int32_t* items;
+  int64_t num_items;
+  const int32_t* merge_rows;
+  const int32_t* merge_start;
+  const int32_t* merge_partials;
+  int64_t num_merge_rows;
+  int64_t num_partials;
+  float scale;
+};
+
+struct WorkItem {
+  int32_t row_start, num_rows, kv_start, kv_stop, table, partial;
+};
+
+// What one thread runs without interruption: some (row, head) columns of one item under one KV head, over all chunks of the item.
+struct AttentionUnit {
+  const WorkItem* item;
+  int32_t kv_head, column_start, num_columns, kv_stop;  // kv_stop: behind the last position that one of the rows sees
+  int64_t cost;
+};
+
+// Longest first. The units lie in the calling thread's scratch.
+AttentionUnit* attention_units(const AttentionCall& call, int64_t* num_units);
+
+enum LinearEnd : int32_t { kStore = 0, kAdd = 1, kSiluMul = 2, kRopeWriteKv = 3, kArgmax = 4 };
+
+struct RopeTarget {
+  const float* cos_sin;  // [max_position, head_dim]
+  const int32_t* positions;
+  const int64_t* slots;
+  void* kv;  // keys of the layer in block 0
+  int64_t block_stride;
+  int32_t num_heads, num_kv_heads, head_dim, block_size;
+};
+
+struct LinearCall {
+  const void* x;  // [num_rows, in_size]
+  const void* weight;  // packed, see linear.h
+  const float* bias;  // [out_size] in the packed order, or null
+  void* out;
+  int64_t num_rows, in_size, out_size;
+  int64_t x_stride;  // elements between rows
+  int32_t data_type, end;
+  RopeTarget rope;
+};
+
+struct PathTable {
+  void (*attention)(const AttentionCall&);
+  void (*linear)(const LinearCall&);
+  void (*rms_norm)(const void* x, const void* weight, void* residual, void* out, int64_t num_rows, int64_t size, float eps,
+                   int32_t data_type);
+  void (*silu_mul)(const void* gate_up, void* out, int64_t num_rows, int64_t size, int32_t data_type);
+  void (*rope_write_kv)(const void* qkv, void* query, int64_t num_rows, int32_t data_type, const RopeTarget& target);
+};
+
+extern const PathTable kPortableTable;
+extern const PathTable kAvx2Table;
+extern const PathTable kAvx512Table;
+extern const PathTable kAmxTable;
+
+// 64-byte aligned memory of the calling thread that lives until the thread ends; one use a slot. Aborts when there is none left.
+enum ScratchSlot { kScratchUnits, kScratchCall, kScratchPartials, kScratchThread, kNumScratchSlots };
+void* scratch(ScratchSlot slot, size_t num_bytes);
+
+// Repeats body(state, index) for each index below count on torch's threads; `grain` indexes at least a thread.
+int num_threads();
+
+}  // namespace batchllm

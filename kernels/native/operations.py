@@ -1,0 +1,248 @@
+"""The operations on CPU tensors, native. Signatures and meaning: the reference functions in `kernels/`.
+
+Each function checks what the C side takes on trust, passes raw pointers and returns. ValueError names a tensor that does not fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from batchllm.kernels.attention import AttentionPlan
+from batchllm.kernels.native.library import Library, load
+
+_DATA_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_STORE, _ADD, _SILU_MUL, _, _ARGMAX = range(5)
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLinear:
+    """A weight in tiles of 16 outputs: float32 [tiles, in_size, 16], bf16 [tiles, pairs of inputs, 16, 2]; float32 bias in tiles."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    out_size: int
+    in_size: int
+
+
+def _library() -> Library:
+    library = load()
+    if isinstance(library, str):
+        raise RuntimeError(f"native kernels: {library}")
+    return library
+
+
+def _data_type(*tensors: torch.Tensor) -> int:
+    data_type = _DATA_TYPES.get(tensors[0].dtype)
+    if data_type is None or any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+        raise ValueError(
+            f"native kernels take float32 or bfloat16, one type a call; got {[tensor.dtype for tensor in tensors]}"
+        )
+    return data_type
+
+
+def _require_contiguous(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: must be contiguous, has strides {tensor.stride()} for {tuple(tensor.shape)}")
+
+
+def _require_int32(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.int32:
+            raise ValueError(f"{name}: must be int32, is {tensor.dtype}")
+
+
+def _layer_pointer(kv: torch.Tensor, layer: int) -> int:
+    """Address of the layer's keys in block 0. Raises ValueError where a block is not contiguous over its layers."""
+    _, num_layers, _, num_kv_heads, block_size, head_dim = kv.shape
+    head_size = block_size * head_dim
+    if kv.stride()[1:] != (2 * num_kv_heads * head_size, num_kv_heads * head_size, head_size, head_dim, 1):
+        raise ValueError(f"kv: each block must be contiguous, has strides {kv.stride()} for {tuple(kv.shape)}")
+    if not 0 <= layer < num_layers:
+        raise ValueError(f"layer {layer} of a pool of {num_layers}")
+    return kv.data_ptr() + layer * kv.stride(1) * kv.element_size()
+
+
+def attention(query: torch.Tensor, kv: torch.Tensor, *, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
+    num_rows, num_heads, head_dim = query.shape
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"native attention takes head dims up to {MAX_HEAD_DIM} that 8 divides, not {head_dim}")
+    query = query.contiguous()
+    out = torch.empty_like(query)
+    _library().attention(
+        query.data_ptr(),
+        out.data_ptr(),
+        _layer_pointer(kv, layer),
+        kv.stride(0),
+        num_rows,
+        _data_type(query, kv),
+        num_heads,
+        kv.shape[3],
+        head_dim,
+        kv.shape[4],
+        plan.positions.data_ptr(),
+        plan.block_table.data_ptr(),
+        plan.block_table.shape[1],
+        plan.items.data_ptr(),
+        plan.items.shape[0],
+        plan.merge_rows.data_ptr(),
+        plan.merge_start.data_ptr(),
+        plan.merge_partials.data_ptr(),
+        plan.merge_rows.shape[0],
+        plan.num_partials,
+        scale,
+    )
+    return out
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if residual is None:
+        data_type, residual_pointer = _data_type(x, weight), None
+    else:
+        _require_contiguous(residual=residual)
+        data_type, residual_pointer = _data_type(x, weight, residual), residual.data_ptr()
+    size = x.shape[-1]
+    _library().rms_norm(
+        x.data_ptr(), weight.data_ptr(), residual_pointer, out.data_ptr(), x.numel() // size, size, eps, data_type
+    )
+    return out
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate_up = gate_up.contiguous()
+    num_rows, width = gate_up.shape
+    out = gate_up.new_empty(num_rows, width // 2)
+    _library().silu_mul(gate_up.data_ptr(), out.data_ptr(), num_rows, width // 2, _data_type(gate_up))
+    return out
+
+
+def _rope_arguments(
+    cos_sin: torch.Tensor, kv: torch.Tensor, *, layer: int, positions: torch.Tensor, slots: torch.Tensor, num_heads: int
+) -> tuple[int, ...]:
+    num_kv_heads, block_size, head_dim = kv.shape[3:]
+    _require_int32(positions=positions)
+    if slots.dtype != torch.int64 or cos_sin.dtype != torch.float32 or cos_sin.shape[1] != head_dim:
+        raise ValueError(
+            f"slots int64 and cos_sin float32 [n, {head_dim}], not {slots.dtype}, {cos_sin.dtype} {cos_sin.shape}"
+        )
+    _require_contiguous(cos_sin=cos_sin, positions=positions, slots=slots)
+    return (
+        cos_sin.data_ptr(),
+        positions.data_ptr(),
+        slots.data_ptr(),
+        _layer_pointer(kv, layer),
+        kv.stride(0),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+    )
+
+
+def rope_write_kv(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    layer: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    qkv = qkv.contiguous()
+    num_rows = qkv.shape[0]
+    query = qkv.new_empty(num_rows, num_heads, kv.shape[5])
+    rope = _rope_arguments(cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads)
+    _library().rope_write_kv(qkv.data_ptr(), query.data_ptr(), num_rows, _data_type(qkv, kv), *rope)
+    return query
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
+    """Weight [out_size, in_size] float32 or bfloat16, packed: a copy."""
+    out_size, in_size = weight.shape
+    _data_type(weight)
+    num_tiles = -(-out_size // 16)
+    padded_in = -(-in_size // 32) * 32 if weight.dtype == torch.bfloat16 else in_size
+    padded = torch.nn.functional.pad(weight, (0, padded_in - in_size, 0, num_tiles * 16 - out_size))
+    if weight.dtype == torch.bfloat16:
+        packed = padded.view(num_tiles, 16, padded_in // 2, 2).permute(0, 2, 1, 3).contiguous()
+    else:
+        packed = padded.view(num_tiles, 16, padded_in).permute(0, 2, 1).contiguous()
+    wide_bias = None if bias is None else torch.nn.functional.pad(bias.float(), (0, num_tiles * 16 - out_size))
+    return NativeLinear(weight=packed, bias=wide_bias, out_size=out_size, in_size=in_size)
+
+
+def _run_linear(x: torch.Tensor, packed: NativeLinear, out: torch.Tensor, end: int) -> torch.Tensor:
+    if x.ndim != 2 or x.shape[1] != packed.in_size or (x.shape[0] and x.stride(1) != 1):
+        raise ValueError(
+            f"x must be [num_rows, {packed.in_size}] with contiguous rows, is {tuple(x.shape)} {x.stride()}"
+        )
+    _library().linear(
+        x.data_ptr(),
+        packed.weight.data_ptr(),
+        None if packed.bias is None else packed.bias.data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        packed.in_size,
+        packed.out_size,
+        x.stride(0),
+        _data_type(x, packed.weight),
+        end,
+    )
+    return out
+
+
+def linear(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
+    return _run_linear(x, packed, x.new_empty(x.shape[0], packed.out_size), _STORE)
+
+
+def linear_argmax(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
+    return _run_linear(x, packed, torch.empty(x.shape[0], dtype=torch.int64), _ARGMAX)
+
+
+def gather_blocks(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:
+    _copy_blocks(staging, None, kv, block_ids)
+
+
+def scatter_blocks(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:
+    _copy_blocks(kv, block_ids, staging, None)
+
+
+def copy_blocks(kv: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    _copy_blocks(kv, targets, kv, sources)
+
+
+def _copy_blocks(
+    target: torch.Tensor, target_ids: torch.Tensor | None, source: torch.Tensor, source_ids: torch.Tensor | None
+) -> None:
+    """Copies one block an id; on the side without ids the blocks lie in order from 0."""
+    count = max(0 if ids is None else ids.numel() for ids in (target_ids, source_ids))
+    if count == 0:
+        return
+    for tensor, ids in ((target, target_ids), (source, source_ids)):
+        if tensor.dtype != source.dtype or tensor.shape[1:] != source.shape[1:] or not tensor[0].is_contiguous():
+            raise ValueError(
+                f"blocks must be contiguous and alike, not {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
+            )
+        if ids is None:
+            if tensor.shape[0] < count:
+                raise ValueError(f"staging of {tensor.shape[0]} blocks for {count}")
+        elif ids.dtype != torch.int64 or int(ids.min()) < 0 or int(ids.max()) >= tensor.shape[0]:
+            raise ValueError(f"block ids must be int64 below {tensor.shape[0]}")
+    _library().copy_blocks(
+        target.data_ptr(),
+        target.stride(0) * target.element_size(),
+        None if target_ids is None else target_ids.contiguous().data_ptr(),
+        source.data_ptr(),
+        source.stride(0) * source.element_size(),
+        None if source_ids is None else source_ids.contiguous().data_ptr(),
+        count,
+        source[0].numel() * source.element_size(),
+    )

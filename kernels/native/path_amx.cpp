@@ -1,0 +1,24 @@
+// Tile units for bf16; float32 and the small operations as on AVX512.
+#define BATCHLLM_PATH amx_path
+#include "attention_amx.h"
+#include "linear_amx.h"
+#include "path_vector.h"
+
+namespace batchllm {
+namespace amx_path {
+
+void attention_by_type(const AttentionCall& call) {
+  if (call.data_type == kBFloat16) return run_attention<TileEngine>(call);
+  attention(call);
+}
+
+void linear_by_type(const LinearCall& call) {
+  if (call.data_type == kBFloat16) return run_linear<TileMultiplier>(call);
+  linear(call);
+}
+
+}  // namespace amx_path
+
+const PathTable kAmxTable = {amx_path::attention_by_type, amx_path::linear_by_type, amx_path::rms_norm, amx_path::silu_mul,
+                             amx_path::rope_write_kv};
+}  // namespace batchllm

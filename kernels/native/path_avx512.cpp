@@ -1,0 +1,6 @@
+#define BATCHLLM_PATH avx512
+#include "path_vector.h"
+
+namespace batchllm {
+const PathTable kAvx512Table = {avx512::attention, avx512::linear, avx512::rms_norm, avx512::silu_mul, avx512::rope_write_kv};
+}  // namespace batchllm

@@ -1,0 +1,6 @@
+#define BATCHLLM_PATH portable
+#include "path_vector.h"
+
+namespace batchllm {
+const PathTable kPortableTable = {portable::attention, portable::linear, portable::rms_norm, portable::silu_mul, portable::rope_write_kv};
+}  // namespace batchllm

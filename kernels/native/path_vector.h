@@ -1,0 +1,21 @@
+// The table of a path without tile units; the including file names the path and its table.
+#pragma once
+
+#include "attention_vector.h"
+#include "linear_vector.h"
+
+namespace batchllm {
+namespace BATCHLLM_PATH {
+
+inline void attention(const AttentionCall& call) {
+  if (call.data_type == kBFloat16) return run_attention<VectorEngine<bf16>>(call);
+  run_attention<VectorEngine<float>>(call);
+}
+
+inline void linear(const LinearCall& call) {
+  if (call.data_type == kBFloat16) return run_linear<VectorMultiplier<bf16>>(call);
+  run_linear<VectorMultiplier<float>>(call);
+}
+
+}  // namespace BATCHLLM_PATH
+}  // namespace batchllm

@@ -1,0 +1,208 @@
+"""Every operation on every backend against float64, and the promise that a row's bits are its own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from batchllm.kernels.attention import CHUNK
+
+SPANS = [(1, 1), (17, 17), (256, 1), (257, 3), (300, 300), (700, 130), (1029, 1)]
+HEAD_DIMS = [64, 80, 96, 128, 256]
+
+
+def run_attention(kernels, case, plan, rows=slice(None)):
+    return kernels.attention(case.query[rows].contiguous(), case.kv, layer=case.layer, plan=plan, scale=case.scale)
+
+
+def test_attention_is_softmax_of_visible_positions(kernels, dtype, make_attention_case, assert_near):
+    case = make_attention_case(SPANS, dtype=dtype)
+    assert_near(run_attention(kernels, case, case.private_plan()), case.truth())
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_attention_takes_every_head_dim(kernels, dtype, make_attention_case, assert_near, head_dim):
+    case = make_attention_case([(1, 1), (39, 5), (530, 2)], dtype=dtype, head_dim=head_dim, num_heads=3, num_kv_heads=1)
+    assert_near(run_attention(kernels, case, case.split_plan()), case.truth())
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 16])
+def test_attention_takes_every_ratio_of_query_to_kv_heads(kernels, dtype, make_attention_case, assert_near, group):
+    case = make_attention_case([(270, 9), (33, 1)], dtype=dtype, num_heads=2 * group, num_kv_heads=2)
+    assert_near(run_attention(kernels, case, case.private_plan()), case.truth())
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16, 17, 32, 256])
+def test_attention_takes_every_block_size(kernels, dtype, make_attention_case, assert_near, block_size):
+    case = make_attention_case([(300, 20), (4, 1), (529, 1)], dtype=dtype, block_size=block_size, padded_blocks=False)
+    assert_near(run_attention(kernels, case, case.private_plan()), case.truth())
+
+
+@pytest.mark.parametrize("num_sequences", [2, 30])
+def test_attention_over_a_shared_prefix_reads_it_for_every_row(
+    kernels, dtype, make_attention_case, assert_near, num_sequences
+):
+    spans = [(2 * CHUNK + 1 + 37 * i % 400, 1 + i % 3 if i else 1) for i in range(num_sequences)]
+    spans = [(max(length, 2 * CHUNK + rows), rows) for length, rows in spans]
+    case = make_attention_case(spans, dtype=dtype, shared=2 * CHUNK)
+    assert_near(run_attention(kernels, case, case.shared_plan()), case.truth())
+
+
+def test_attention_of_large_scores_stays_among_the_values(kernels, dtype, make_attention_case):
+    # Scores in the thousands: their own rounding decides between near equals, so the truth is only that the result is a mean of values.
+    case = make_attention_case([(600, 40)], dtype=dtype)
+    case.query.mul_(1000)
+    out = run_attention(kernels, case, case.private_plan())
+    assert float(out.abs().max()) <= float(case.kv[case.kv.isfinite()].abs().max()) * 1.01
+
+
+def test_attention_rows_in_no_item_are_zero(kernels, dtype, make_attention_case):
+    case = make_attention_case([(20, 4), (20, 4)], dtype=dtype)
+    plan = case.private_plan()
+    plan.items[0, 1] = 2
+    assert not run_attention(kernels, case, plan)[2:4].any()
+
+
+def test_attention_of_no_items_is_zero(kernels, dtype, make_attention_case):
+    case = make_attention_case([(20, 4)], dtype=dtype)
+    plan = case._plan([], {})
+    assert not run_attention(kernels, case, plan).any()
+
+
+def test_an_attention_row_has_the_same_bits_however_it_is_planned(kernels, dtype, make_attention_case):
+    spans = [(CHUNK + 1 + 91 * i, 1 + 13 * i) for i in range(5)]
+    spans = [(max(length, CHUNK + rows), rows) for length, rows in spans]
+    case = make_attention_case(spans, dtype=dtype, shared=CHUNK)
+    together = run_attention(kernels, case, case.private_plan())
+    assert together.isfinite().all()
+    assert torch.equal(together, run_attention(kernels, case, case.shared_plan()))
+    assert torch.equal(together, run_attention(kernels, case, case.split_plan()))
+
+
+def test_an_attention_row_has_the_same_bits_alone_and_in_a_batch(kernels, dtype, make_attention_case):
+    case = make_attention_case([(400, 33), (90, 90), (1, 1), (513, 1)], dtype=dtype)
+    plan = case.private_plan()
+    together = run_attention(kernels, case, plan)
+    for row, table, position in [(0, 0, 367), (32, 0, 399), (33, 1, 0), (70, 1, 37), (123, 2, 0), (124, 3, 512)]:
+        alone = case._plan([(0, 1, 0, position + 1, table, -1)], {})
+        alone.positions[0] = position
+        assert torch.equal(run_attention(kernels, case, alone, slice(row, row + 1))[0], together[row]), row
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 300])
+def test_a_prompt_cut_into_pieces_has_the_bits_of_the_whole(kernels, dtype, make_attention_case, piece):
+    case = make_attention_case([(601, 601)], dtype=dtype, num_heads=3, num_kv_heads=1)
+    whole = run_attention(kernels, case, case.private_plan())
+    # Small pieces around the chunk's border are enough.
+    for start in range(240, 300, piece) if piece < 64 else range(0, 601, piece):
+        stop = min(start + piece, 601)
+        plan = case._plan([(0, stop - start, 0, stop, 0, -1)], {})
+        plan.positions[: stop - start] = torch.arange(start, stop, dtype=torch.int32)
+        assert torch.equal(run_attention(kernels, case, plan, slice(start, stop)), whole[start:stop])
+
+
+@pytest.mark.parametrize("size", [1, 15, 64, 576, 1000, 4096])
+@pytest.mark.parametrize("num_rows", [1, 3, 33])
+def test_rms_norm_divides_by_the_root_mean_square(kernels, dtype, assert_near, num_rows, size):
+    x, weight = torch.randn(num_rows, size).to(dtype), torch.randn(size).to(dtype)
+    wide = x.double()
+    truth = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
+    assert_near(kernels.rms_norm(x, weight, eps=1e-5), truth)
+
+
+@pytest.mark.parametrize("size", [1, 15, 576, 1000])
+def test_rms_norm_adds_into_the_residual_first(kernels, dtype, assert_near, size):
+    x, residual, weight = torch.randn(5, size).to(dtype), torch.randn(5, size).to(dtype), torch.randn(size).to(dtype)
+    total = x.double() + residual.double()
+    out = kernels.rms_norm(x, weight, eps=1e-5, residual=residual)
+    assert_near(residual, total)
+    wide = residual.double()
+    assert_near(out, wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double())
+
+
+@pytest.mark.parametrize("size", [1, 17, 1536, 1000])
+def test_silu_mul_gates(kernels, dtype, assert_near, size):
+    gate_up = (torch.randn(7, 2 * size) * 3).to(dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_near(kernels.silu_mul(gate_up) / 8, gate * gate.sigmoid() * up / 8)
+
+
+def test_silu_mul_of_large_numbers_does_not_overflow(kernels, dtype, assert_near):
+    gate = torch.tensor([-1e30, -200.0, -100.0, -1.0, 0.0, 1.0, 100.0, 200.0, 1e30])
+    gate_up = torch.cat([gate, torch.ones(9)]).unsqueeze(0).to(dtype)
+    assert_near(kernels.silu_mul(gate_up)[0], gate_up[0, :9].double() * gate_up[0, :9].double().sigmoid())
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+@pytest.mark.parametrize("head_dim", [8, *HEAD_DIMS])
+def test_rope_turns_each_pair_and_writes_keys_and_values_to_their_slots(
+    kernels, dtype, assert_near, head_dim, block_size
+):
+    num_rows, num_heads, num_kv_heads, layer = 9, 6, 2, 1
+    angles = torch.rand(50, head_dim // 2, dtype=torch.float64) * 6
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).float()
+    kv = torch.full((20, 2, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
+    qkv = torch.randn(num_rows, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
+    positions = torch.randint(50, (num_rows,)).int()
+    slots = torch.randperm(20 * block_size)[:num_rows]
+    slots[4] = -1
+    query = kernels.rope_write_kv(qkv, cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads)
+    heads = qkv.view(num_rows, -1, head_dim).double()
+    turn = torch.polar(torch.ones_like(angles), angles)[positions.long()].unsqueeze(1)
+    half = head_dim // 2
+    turned = torch.complex(heads[..., :half], heads[..., half:]) * turn
+    turned = torch.cat([turned.real, turned.imag], dim=-1)
+    assert_near(query, turned[:, :num_heads])
+    written = [row for row in range(num_rows) if row != 4]
+    blocks, offsets = slots[written] // block_size, slots[written] % block_size
+    assert_near(kv[blocks, layer, 0, :, offsets], turned[written, num_heads : num_heads + num_kv_heads])
+    assert torch.equal(kv[blocks, layer, 1, :, offsets].double(), heads[written, num_heads + num_kv_heads :])
+    assert int((~kv.isnan()).sum()) == len(written) * 2 * num_kv_heads * head_dim
+
+
+LINEAR_SHAPES = [(1, 1), (16, 32), (100, 33), (960, 576), (31, 1536), (70, 100)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 32, 33, 130])
+@pytest.mark.parametrize(("out_size", "in_size"), LINEAR_SHAPES)
+def test_linear_is_the_product_with_the_bias_added_once(kernels, dtype, assert_near, out_size, in_size, num_rows):
+    x, bias = torch.randn(num_rows, in_size).to(dtype), torch.randn(out_size).to(dtype)
+    weight = (torch.randn(out_size, in_size) / math.sqrt(in_size)).to(dtype)
+    for used in (None, bias):
+        truth = x.double() @ weight.double().T + (0 if used is None else used.double())
+        assert_near(kernels.linear(x, kernels.pack_linear(weight, used)), truth)
+
+
+def test_linear_of_no_rows_is_empty(kernels, dtype):
+    packed = kernels.pack_linear(torch.randn(24, 40).to(dtype))
+    assert kernels.linear(torch.randn(0, 40).to(dtype), packed).shape == (0, 24)
+
+
+@pytest.mark.parametrize(("out_size", "in_size"), [(7, 40), (1000, 64), (5003, 96)])
+def test_linear_argmax_names_an_index_whose_value_is_largest(kernels, dtype, assert_near, out_size, in_size):
+    x, weight = torch.randn(35, in_size).to(dtype), (torch.randn(out_size, in_size) / math.sqrt(in_size)).to(dtype)
+    logits = x.double() @ weight.double().T
+    winner = kernels.linear_argmax(x, kernels.pack_linear(weight))
+    assert winner.dtype == torch.int64
+    assert_near(logits.gather(1, winner.unsqueeze(1)).to(dtype), logits.amax(dim=1, keepdim=True))
+
+
+def test_linear_argmax_takes_the_lowest_index_among_equals(kernels, dtype):
+    weight = torch.zeros(300, 8).to(dtype)
+    weight[[40, 41, 250]] = 1
+    x = torch.tensor([[1.0] * 8, [0.0] * 8, [-1.0] * 8]).to(dtype)
+    assert kernels.linear_argmax(x, kernels.pack_linear(weight)).tolist() == [40, 0, 0]
+
+
+def test_blocks_move_whole(kernels, dtype):
+    kv = torch.randn(9, 2, 2, 1, 3, 8).to(dtype)
+    before = kv.clone()
+    staging = torch.full((4, *kv.shape[1:]), torch.nan, dtype=dtype)
+    kernels.gather_blocks(kv, torch.tensor([7, 0, 3]), staging)
+    assert torch.equal(staging[:3], before[[7, 0, 3]])
+    assert staging[3].isnan().all()
+    kernels.scatter_blocks(kv, torch.tensor([1, 2]), staging)
+    kernels.copy_blocks(kv, torch.tensor([8, 8]), torch.tensor([4, 5]))
+    assert torch.equal(kv, before[[0, 7, 0, 3, 8, 8, 6, 7, 8]])
