@@ -14,6 +14,7 @@ from batchllm.kernels import activation, attention, attention_triton, blocks, la
 from batchllm.kernels.attention import AttentionPlan
 from batchllm.kernels.native import library as native_library
 from batchllm.kernels.native import operations as native
+from batchllm.kernels.sampling import SamplingBatch
 
 ENVIRONMENT_VARIABLE = "BATCHLLM_KERNELS"
 
