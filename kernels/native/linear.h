@@ -88,20 +88,30 @@ void run_linear(const LinearCall& call) {
   const int64_t part_groups = (groups + wanted - 1) / wanted;
   const int64_t group_parts = (groups + part_groups - 1) / part_groups;
   const int64_t work = call.num_rows * call.in_size * call.out_size;
+  // Few rows are packed by each thread for itself: that costs less than to wait for each other.
+  const bool packs_alone = blocks <= 2;
 #pragma omp parallel num_threads(threads) if (work > 1 << 17)
   {
     Multiplier multiplier;
-    float* y = static_cast<float*>(scratch(kScratchThread, sizeof(float) * kBlockRows * 16 * kMaxGroupTiles));
+    const size_t y_bytes = sizeof(float) * kBlockRows * 16 * kMaxGroupTiles;
+    char* memory = static_cast<char*>(scratch(kScratchThread, y_bytes + (packs_alone ? block_bytes * blocks : 0)));
+    float* y = reinterpret_cast<float*>(memory);
+    char* thread_packed = packs_alone ? memory + y_bytes : packed;
     Best* thread_best = best + omp_get_thread_num() * call.num_rows;
     if (call.end == kArgmax)
       for (int64_t i = 0; i < call.num_rows; ++i) thread_best[i] = {-__builtin_inff(), call.out_size};
-#pragma omp for schedule(static)
-    for (int64_t b = 0; b < blocks; ++b) {
+    auto pack = [&](int64_t b) {
       const int rows = int(call.num_rows - b * kBlockRows < kBlockRows ? call.num_rows - b * kBlockRows : kBlockRows);
       Multiplier::pack_block(static_cast<const T*>(call.x) + b * kBlockRows * call.x_stride, call.x_stride, rows, call.in_size,
-                             packed + b * block_bytes);
+                             thread_packed + b * block_bytes);
+    };
+    if (packs_alone) {
+      for (int64_t b = 0; b < blocks; ++b) pack(b);
+    } else {
+#pragma omp for schedule(static)
+      for (int64_t b = 0; b < blocks; ++b) pack(b);
     }
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t part = 0; part < row_parts * group_parts; ++part) {
       const int64_t first_block = part / group_parts * stay, first_group = part % group_parts * part_groups;
       const int64_t last_block = first_block + stay < blocks ? first_block + stay : blocks;
@@ -111,14 +121,15 @@ void run_linear(const LinearCall& call) {
         const int num_tiles = int(tiles - tile < group_tiles ? tiles - tile : group_tiles);
         for (int64_t b = first_block; b < last_block; ++b) {
           const int rows = int(call.num_rows - b * kBlockRows < kBlockRows ? call.num_rows - b * kBlockRows : kBlockRows);
-          multiplier.multiply(packed + b * block_bytes, rows, weight_tile<T>(call, tile), call.in_size, num_tiles, y);
+          multiplier.multiply(thread_packed + b * block_bytes, rows, weight_tile<T>(call, tile), call.in_size, num_tiles, y);
           finish_block<T>(call, y, b * kBlockRows, rows, tile, num_tiles, thread_best);
         }
       }
     }
     if (call.end == kArgmax) {
       const int team = omp_get_num_threads();
-#pragma omp for schedule(static)
+#pragma omp barrier
+#pragma omp for schedule(static) nowait
       for (int64_t row = 0; row < call.num_rows; ++row) {
         Best winner = best[row];
         for (int t = 1; t < team; ++t) {
