@@ -43,10 +43,19 @@ void finish_block(const LinearCall& call, float* y, int64_t first_row, int rows,
     const float* from = y + r * width;
     const int64_t row = first_row + r;
     if (call.end == kStore) {
-      copy_numbers(from, static_cast<T*>(call.out) + row * call.out_size + first, count);
+      T* to = static_cast<T*>(call.out) + row * call.out_size + first;
+      if (count == width) {
+        for (int i = 0; i < width; i += 16) store(to + i, load(from + i));
+      } else {
+        copy_numbers(from, to, count);
+      }
     } else if (call.end == kAdd) {
       T* to = static_cast<T*>(call.out) + row * call.out_size + first;
-      for (int i = 0; i < count; i += 16) store_some(to + i, load_some(to + i, count - i) + load(from + i), count - i);
+      if (count == width) {
+        for (int i = 0; i < width; i += 16) store(to + i, load(to + i) + load(from + i));
+      } else {
+        for (int i = 0; i < count; i += 16) store_some(to + i, load_some(to + i, count - i) + load(from + i), count - i);
+      }
     } else if (call.end == kSiluMul) {
       T* to = static_cast<T*>(call.out) + row * (call.out_size / 2) + first / 2;
       for (int i = 0; i < width; i += 32) store(to + i / 2, silu(load(from + i)) * load(from + i + 16));
