@@ -9,7 +9,6 @@ each side, taken in turn, so that a busy neighbour spoils both alike. Needs abou
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -191,14 +190,19 @@ def measure_linear(kernels: ops.Kernels, *, passes: int) -> dict[str, dict[str, 
             )
             result[name][str(num_rows)] = round(times["torch"] / times["own"], 2)
             rate = flops * num_copies / times["own"] / 1e9
-            print(f"  {name:20} {num_rows:5} rows {rate:8.0f} GFLOP/s  {result[name][str(num_rows)]:5.2f} x oneDNN", flush=True)
+            print(
+                f"  {name:20} {num_rows:5} rows {rate:8.0f} GFLOP/s  {result[name][str(num_rows)]:5.2f} x oneDNN",
+                flush=True,
+            )
     return result
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less memory and fewer passes")
-    parser.add_argument("--only", choices=["decode", "prefill", "step", "linear"], help="one part only, without the JSON line")
+    parser.add_argument(
+        "--only", choices=["decode", "prefill", "step", "linear"], help="one part only, without the JSON line"
+    )
     options = parser.parse_args()
     library = native_library.load()
     kernels = ops.native_kernels()
@@ -206,7 +210,9 @@ def main() -> int:
         print(f"native kernels: {library}", file=sys.stderr)
         return 1
     passes = 3 if options.quick else 7
-    print(f"{processor_name()}, {torch.get_num_threads()} threads, path {library.path_name()}, torch {torch.__version__}")
+    print(
+        f"{processor_name()}, {torch.get_num_threads()} threads, path {library.path_name()}, torch {torch.__version__}"
+    )
     if options.only in (None, "decode"):
         decode = measure_decode(kernels, num_sequences=24 if options.quick else 64, context=4 * CHUNK, passes=passes)
         print(decode, flush=True)
@@ -220,7 +226,11 @@ def main() -> int:
 
 def processor_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] if cpuinfo.exists() else []
+    names = (
+        [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        if cpuinfo.exists()
+        else []
+    )
     return names[0] if names else platform.processor()
 
 

@@ -20,13 +20,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from batchllm.kernels.activation import silu_mul, silu_mul_triton
 from batchllm.kernels.floats import E4M3_MAX, FP8_DTYPE, as_kernel_operand, product, widen
 from batchllm.kernels.launch import jit, launch, next_power_of_2, tl
+from batchllm.kernels.rope import rope_write_kv, rope_write_kv_triton
 from batchllm.kernels.tuning import Config, bounded_config, launch_options, num_processors
-
-
-from batchllm.kernels.activation import silu_mul
-from batchllm.kernels.rope import rope_write_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,4 +351,31 @@ def linear_rope_write_kv(
     """`rope_write_kv` of y."""
     return rope_write_kv(
         linear(x, packed), cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads
+    )
+
+
+def linear_add_triton(x: torch.Tensor, packed: PackedLinear, residual: torch.Tensor) -> None:
+    """`linear_add`; the sum is torch's, one pass over the rows."""
+    residual += linear_triton(x, packed)
+
+
+def linear_silu_mul_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """`linear_silu_mul`."""
+    return silu_mul_triton(linear_triton(x, packed))
+
+
+def linear_rope_write_kv_triton(
+    x: torch.Tensor,
+    packed: PackedLinear,
+    cos_sin: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    layer: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """`linear_rope_write_kv`."""
+    return rope_write_kv_triton(
+        linear_triton(x, packed), cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads
     )

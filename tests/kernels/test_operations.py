@@ -136,7 +136,9 @@ def test_linear_rope_write_kv_is_the_turned_product(kernels, dtype, assert_near,
         "slots": torch.randperm(50)[:num_rows],
         "num_heads": num_heads,
     }
-    pools = [torch.full((10, 2, 2, num_kv_heads, 5, head_dim), torch.nan, dtype=kind) for kind in (dtype, torch.float64)]
+    pools = [
+        torch.full((10, 2, 2, num_kv_heads, 5, head_dim), torch.nan, dtype=kind) for kind in (dtype, torch.float64)
+    ]
     query = kernels.linear_rope_write_kv(x, kernels.pack_linear(weight, bias), cos_sin, pools[0], **arguments)
     product = x.double() @ weight.double().T + bias.double()
     truth = rope.rope_write_kv(product, cos_sin.double(), pools[1], **arguments)
