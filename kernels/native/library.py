@@ -94,7 +94,9 @@ def load() -> Library | str:
         return f"cannot be loaded: {error}"
     functions = {}
     for name, (argument_types, result_type) in _FUNCTIONS.items():
-        function = getattr(loaded, f"batchllm_{name}")
+        function = getattr(loaded, f"batchllm_{name}", None)
+        if function is None:
+            return f"{LIBRARY_FILE.name} is older than the sources: install again"
         function.argtypes, function.restype = argument_types, result_type
         functions[name] = function
     library = Library(**functions)
