@@ -1,7 +1,8 @@
-"""Build hook of the native kernels: one shared object with a plain C interface, compiled file by file for its instruction set.
+"""Build hook of the native kernels: one shared object with a plain C interface, compiled file by file for its
+instruction set.
 
-Everything else about the package is in pyproject.toml. Where no compiler works, the install goes on without it and the torch reference
-runs; `batchllm.kernels.native.library.load()` then says so.
+Everything else about the package is in pyproject.toml. Where no compiler works, the install goes on without it and the
+torch reference runs; `batchllm.kernels.native.library.load()` then says so.
 """
 
 from __future__ import annotations
@@ -21,8 +22,18 @@ ROOT = Path(__file__).resolve().parent
 SOURCE_DIR = Path("kernels") / "native"
 LIBRARY_NAME = "libbatchllm_native.so"
 
-# No contraction: the sources say where a product and a sum are rounded once. No OpenMP runtime is linked: torch's is the only one.
-COMPILE_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wno-psabi"]
+# No contraction: the sources say where a product and a sum are rounded once. No OpenMP runtime is linked: torch's is
+# the only one.
+COMPILE_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wno-psabi",
+]
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 ANY_PROCESSOR = ["interface.cpp", "attention_units.cpp", "path_portable.cpp"]
@@ -61,7 +72,9 @@ def build_library(target: Path) -> str | None:
 
         def compile_source(name: str) -> str | None:
             source = ROOT / SOURCE_DIR / name
-            return run([*COMPILE_FLAGS, *source_flags()[name], "-c", str(source), "-o", str(Path(folder) / f"{name}.o")])
+            return run(
+                [*COMPILE_FLAGS, *source_flags()[name], "-c", str(source), "-o", str(Path(folder) / f"{name}.o")]
+            )
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for reason in pool.map(compile_source, source_flags()):
@@ -76,7 +89,9 @@ def build_library(target: Path) -> str | None:
 
 
 class BuildNative(build_ext):
-    """Builds the library where an extension module would go: into the wheel, or beside the sources for an editable install."""
+    """Builds the library where an extension module would go: into the wheel, or beside the sources for an editable
+    install.
+    """
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")[:-1]) / LIBRARY_NAME)

@@ -137,7 +137,9 @@ def select_kernels(device: torch.device) -> Kernels:
     try:
         native_or_reason = native_kernels() if device.type == "cpu" else f"not for {device.type}"
     except ValueError as error:
-        raise JobError(f"{native_library.PATH_VARIABLE}={os.environ.get(native_library.PATH_VARIABLE)}: {error}") from None
+        raise JobError(
+            f"{native_library.PATH_VARIABLE}={os.environ.get(native_library.PATH_VARIABLE)}: {error}"
+        ) from None
     if isinstance(native_or_reason, Kernels):
         return native_or_reason
     if asked == "native":

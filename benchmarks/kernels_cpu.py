@@ -2,14 +2,14 @@
 
     python benchmarks/kernels_cpu.py [--quick]
 
-Prints each target beside what was measured and ends with one JSON line. Shares are ratios within the run: the best of several passes of
-each side, taken in turn, so that a busy neighbour spoils both alike. Needs about 6 GB of memory; `--quick` a third, with fewer passes.
+Prints each target beside what was measured and ends with one JSON line. Shares are ratios within the run: the best of
+several passes of each side, taken in turn, so that a busy neighbour spoils both alike. Needs about 6 GB of memory;
+`--quick` a third, with fewer passes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -147,7 +147,9 @@ def measure_decode(kernels: ops.Kernels, *, num_sequences: int, context: int, pa
 
 
 def measure_prefill(kernels: ops.Kernels, *, length: int, passes: int) -> dict[str, float]:
-    """Prefill attention of one prompt beside the machine's bf16 matrix rate: the better of oneDNN and the own product, square."""
+    """Prefill attention of one prompt beside the machine's bf16 matrix rate: the better of oneDNN and the own product,
+    square.
+    """
     num_blocks = -(-length // BLOCK_SIZE)
     pool = make_pool(num_blocks)
     query = torch.randn(length, NUM_HEADS, HEAD_DIM).bfloat16()
@@ -195,7 +197,10 @@ def measure_linear(kernels: ops.Kernels, *, passes: int) -> dict[str, dict[str, 
             )
             result[name][str(num_rows)] = round(times["torch"] / times["own"], 2)
             rate = flops * num_copies / times["own"] / 1e9
-            print(f"  {name:20} {num_rows:5} rows {rate:8.0f} GFLOP/s  {result[name][str(num_rows)]:5.2f} x oneDNN", flush=True)
+            print(
+                f"  {name:20} {num_rows:5} rows {rate:8.0f} GFLOP/s  {result[name][str(num_rows)]:5.2f} x oneDNN",
+                flush=True,
+            )
     return result
 
 
@@ -227,7 +232,9 @@ def make_layers(kernels: ops.Kernels) -> list[Layer]:
 
 
 def measure_step(kernels: ops.Kernels, *, num_sequences: int, context: int, passes: int) -> dict[str, float]:
-    """A decode step of the whole model, and the same matrix products and attention alone: what remains is everything else."""
+    """A decode step of the whole model, and the same matrix products and attention alone: what remains is everything
+    else.
+    """
     blocks_each = context // BLOCK_SIZE + 1
     pool = make_pool(num_sequences * blocks_each)
     table = torch.randperm(num_sequences * blocks_each).reshape(num_sequences, blocks_each)
@@ -273,13 +280,18 @@ def measure_step(kernels: ops.Kernels, *, num_sequences: int, context: int, pass
 def measure_call(passes: int) -> float:
     """Seconds of Python and ctypes in one call of a kernel: an RMSNorm of one short row."""
     kernels, x = ops.select_kernels(torch.device("cpu")), torch.ones(1, 16)
-    return best_times({"call": lambda: [kernels.rms_norm(x, x[0], eps=1e-5) for _ in range(1000)]}, passes=passes)["call"] / 1000
+    return (
+        best_times({"call": lambda: [kernels.rms_norm(x, x[0], eps=1e-5) for _ in range(1000)]}, passes=passes)["call"]
+        / 1000
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less memory and fewer passes")
-    parser.add_argument("--only", choices=["decode", "prefill", "step", "linear"], help="one part only, without the JSON line")
+    parser.add_argument(
+        "--only", choices=["decode", "prefill", "step", "linear"], help="one part only, without the JSON line"
+    )
     options = parser.parse_args()
     library = native_library.load()
     kernels = ops.native_kernels()
@@ -287,7 +299,9 @@ def main() -> int:
         print(f"native kernels: {library}", file=sys.stderr)
         return 1
     passes = 3 if options.quick else 7
-    print(f"{processor_name()}, {torch.get_num_threads()} threads, path {library.path_name()}, torch {torch.__version__}")
+    print(
+        f"{processor_name()}, {torch.get_num_threads()} threads, path {library.path_name()}, torch {torch.__version__}"
+    )
     if options.only in (None, "decode"):
         decode = measure_decode(kernels, num_sequences=24 if options.quick else 64, context=4 * CHUNK, passes=passes)
         print(decode, flush=True)
@@ -304,7 +318,11 @@ def main() -> int:
 
 def processor_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] if cpuinfo.exists() else []
+    names = (
+        [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        if cpuinfo.exists()
+        else []
+    )
     return names[0] if names else platform.processor()
 
 

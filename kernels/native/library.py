@@ -1,7 +1,7 @@
 """Loads the native kernels on torch's OpenMP runtime and picks the path of instructions.
 
-A second OpenMP runtime on the same cores spins against the first, so the library names none: its OpenMP symbols resolve to the one that
-torch has loaded, which is made visible to it here.
+A second OpenMP runtime on the same cores spins against the first, so the library names none: its OpenMP symbols resolve
+to the one that torch has loaded, which is made visible to it here.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class Library:
 
 @functools.cache
 def load() -> Library | str:
-    """The library, or the reason why there is none. Raises ValueError where BATCHLLM_NATIVE_PATH asks for what cannot run."""
+    """The library, or the reason why there is none. Raises ValueError where BATCHLLM_NATIVE_PATH asks for what cannot
+    run.
+    """
     if not LIBRARY_FILE.exists():
         return f"not built: {LIBRARY_FILE.name} is missing, the install found no working C++ compiler"
     runtime = find_openmp_runtime()

@@ -1,4 +1,6 @@
-"""Huge pages for large tensors. A block pool is read in pieces of a few kilobytes all over it: with small pages most of them miss the TLB."""
+"""Huge pages for large tensors. A block pool is read in pieces of a few kilobytes all over it: with small pages most of
+them miss the TLB.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The operations on CPU tensors, native. Signatures and meaning: the reference functions in `kernels/`.
 
-Each function checks what the C side takes on trust, passes raw pointers and returns. ValueError names a tensor that does not fit.
+Each function checks what the C side takes on trust, passes raw pointers and returns. ValueError names a tensor that
+does not fit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class NativeLinear:
-    """A weight in tiles of 16 outputs: float32 [tiles, in_size, 16], bf16 [tiles, pairs of inputs, 16, 2]; float32 bias in tiles.
+    """A weight in tiles of 16 outputs: float32 [tiles, in_size, 16], bf16 [tiles, pairs of inputs, 16, 2]; float32 bias
+    in tiles.
 
     `gated`: tiles of gate and up lie in turn.
     """
@@ -42,7 +44,9 @@ def _library() -> Library:
 def _data_type(*tensors: torch.Tensor) -> int:
     data_type = _DATA_TYPES.get(tensors[0].dtype)
     if data_type is None or any(tensor.dtype != tensors[0].dtype for tensor in tensors):
-        raise ValueError(f"native kernels take float32 or bfloat16, one type a call; got {[tensor.dtype for tensor in tensors]}")
+        raise ValueError(
+            f"native kernels take float32 or bfloat16, one type a call; got {[tensor.dtype for tensor in tensors]}"
+        )
     return data_type
 
 
@@ -132,7 +136,9 @@ def _rope_arguments(
     num_kv_heads, block_size, head_dim = kv.shape[3:]
     _require_int32(positions=positions)
     if slots.dtype != torch.int64 or cos_sin.dtype != torch.float32 or cos_sin.shape[1] != head_dim:
-        raise ValueError(f"slots int64 and cos_sin float32 [n, {head_dim}], not {slots.dtype}, {cos_sin.dtype} {cos_sin.shape}")
+        raise ValueError(
+            f"slots int64 and cos_sin float32 [n, {head_dim}], not {slots.dtype}, {cos_sin.dtype} {cos_sin.shape}"
+        )
     _require_contiguous(cos_sin=cos_sin, positions=positions, slots=slots)
     return (
         cos_sin.data_ptr(),
@@ -198,7 +204,9 @@ def _run_linear(x: torch.Tensor, packed: NativeLinear, out: torch.Tensor, end: i
 
 def _linear_arguments(x: torch.Tensor, packed: NativeLinear, out: torch.Tensor) -> tuple[int | None, ...]:
     if x.ndim != 2 or x.shape[1] != packed.in_size or (x.shape[0] and x.stride(1) != 1):
-        raise ValueError(f"x must be [num_rows, {packed.in_size}] with contiguous rows, is {tuple(x.shape)} {x.stride()}")
+        raise ValueError(
+            f"x must be [num_rows, {packed.in_size}] with contiguous rows, is {tuple(x.shape)} {x.stride()}"
+        )
     return (
         x.data_ptr(),
         packed.weight.data_ptr(),
@@ -281,7 +289,9 @@ def _copy_blocks(
         return
     for tensor, ids in ((target, target_ids), (source, source_ids)):
         if tensor.dtype != source.dtype or tensor.shape[1:] != source.shape[1:] or not tensor[0].is_contiguous():
-            raise ValueError(f"blocks must be contiguous and alike, not {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}")
+            raise ValueError(
+                f"blocks must be contiguous and alike, not {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
+            )
         if ids is None:
             if tensor.shape[0] < count:
                 raise ValueError(f"staging of {tensor.shape[0]} blocks for {count}")

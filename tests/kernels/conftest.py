@@ -1,4 +1,6 @@
-"""What the kernel tests share: every backend this machine has, the tolerances, and attention cases with their float64 answer."""
+"""What the kernel tests share: every backend this machine has, the tolerances, and attention cases with their float64
+answer.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from batchllm.kernels.attention import CHUNK, AttentionPlan
 from batchllm.kernels.native import library as native_library
 
 TOLERANCES = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-7}}
-"""Against float64 on the same inputs of unit size. bfloat16 has 8 bits, and rounds weights before their sum as well as results."""
+"""Against float64 on the same inputs of unit size. bfloat16 has 8 bits, and rounds weights before their sum as well as
+results.
+"""
 
 
 def _backend_names() -> list[str]:
@@ -196,7 +200,9 @@ def make_attention_case() -> MakeAttentionCase:
         block_table = torch.full((len(spans), max(blocks_of) + 1), -1, dtype=torch.int32)
         shape = (num_layers, 2, num_kv_heads, block_size, head_dim)
         # A stride beyond the block's size, as the pool has it for direct I/O.
-        pool = torch.full((num_blocks, torch.Size(shape).numel() + (32 if padded_blocks else 0)), torch.nan, dtype=dtype)
+        pool = torch.full(
+            (num_blocks, torch.Size(shape).numel() + (32 if padded_blocks else 0)), torch.nan, dtype=dtype
+        )
         kv = pool[:, : torch.Size(shape).numel()].view(num_blocks, *shape)
         for table, (kv_length, _) in enumerate(spans):
             blocks = prefix + [free.pop() for _ in range(blocks_of[table] - num_shared)]
@@ -204,7 +210,9 @@ def make_attention_case() -> MakeAttentionCase:
             positions = torch.arange(shared if table else 0, kv_length)
             written = torch.randn(len(positions), 2, num_kv_heads, head_dim).to(dtype)
             for side in (0, 1):
-                kv[torch.tensor(blocks)[positions // block_size], layer, side, :, positions % block_size] = written[:, side]
+                kv[torch.tensor(blocks)[positions // block_size], layer, side, :, positions % block_size] = written[
+                    :, side
+                ]
         query = torch.randn(sum(num_rows for _, num_rows in spans), num_heads, head_dim).to(dtype)
         return AttentionCase(
             query=query,

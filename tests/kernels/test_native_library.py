@@ -68,7 +68,9 @@ def test_the_environment_forces_each_path(library, path):
 
 
 def test_an_unknown_path_is_refused_with_the_paths_named(library):
-    done = run_python("import torch; from batchllm import ops; ops.select_kernels(torch.device('cpu'))", BATCHLLM_NATIVE_PATH="sse9")
+    done = run_python(
+        "import torch; from batchllm import ops; ops.select_kernels(torch.device('cpu'))", BATCHLLM_NATIVE_PATH="sse9"
+    )
     assert "JobError: BATCHLLM_NATIVE_PATH=sse9: sse9: no such native path" in done.stderr
 
 
@@ -119,7 +121,10 @@ def test_without_the_library_the_reference_runs_and_the_reason_is_known(monkeypa
     monkeypatch.delenv(ops.ENVIRONMENT_VARIABLE, raising=False)
     native_library.load.cache_clear()
     try:
-        assert native_library.load() == "not built: libbatchllm_native.so is missing, the install found no working C++ compiler"
+        assert (
+            native_library.load()
+            == "not built: libbatchllm_native.so is missing, the install found no working C++ compiler"
+        )
         assert ops.select_kernels(torch.device("cpu")).name == "reference"
         monkeypatch.setenv(ops.ENVIRONMENT_VARIABLE, "native")
         with pytest.raises(JobError, match="BATCHLLM_KERNELS=native: not built"):

@@ -42,7 +42,9 @@ def test_attention_takes_every_block_size(kernels, dtype, make_attention_case, a
 
 
 @pytest.mark.parametrize("num_sequences", [2, 30])
-def test_attention_over_a_shared_prefix_reads_it_for_every_row(kernels, dtype, make_attention_case, assert_near, num_sequences):
+def test_attention_over_a_shared_prefix_reads_it_for_every_row(
+    kernels, dtype, make_attention_case, assert_near, num_sequences
+):
     spans = [(2 * CHUNK + 1 + 37 * i % 400, 1 + i % 3 if i else 1) for i in range(num_sequences)]
     spans = [(max(length, 2 * CHUNK + rows), rows) for length, rows in spans]
     case = make_attention_case(spans, dtype=dtype, shared=2 * CHUNK)
@@ -50,7 +52,8 @@ def test_attention_over_a_shared_prefix_reads_it_for_every_row(kernels, dtype, m
 
 
 def test_attention_of_large_scores_stays_among_the_values(kernels, dtype, make_attention_case):
-    # Scores in the thousands: their own rounding decides between near equals, so the truth is only that the result is a mean of values.
+    # Scores in the thousands: their own rounding decides between near equals, so the truth is only that the result is a
+    # mean of values.
     case = make_attention_case([(600, 40)], dtype=dtype)
     case.query.mul_(1000)
     out = run_attention(kernels, case, case.private_plan())
@@ -134,7 +137,9 @@ def test_linear_rope_write_kv_is_the_turned_product(kernels, dtype, assert_near,
         "slots": torch.randperm(50)[:num_rows],
         "num_heads": num_heads,
     }
-    pools = [torch.full((10, 2, 2, num_kv_heads, 5, head_dim), torch.nan, dtype=kind) for kind in (dtype, torch.float64)]
+    pools = [
+        torch.full((10, 2, 2, num_kv_heads, 5, head_dim), torch.nan, dtype=kind) for kind in (dtype, torch.float64)
+    ]
     query = kernels.linear_rope_write_kv(x, kernels.pack_linear(weight, bias), cos_sin, pools[0], **arguments)
     product = x.double() @ weight.double().T + bias.double()
     truth = rope.rope_write_kv(product, cos_sin.double(), pools[1], **arguments)
@@ -199,9 +204,7 @@ def test_rope_turns_each_pair_and_writes_keys_and_values_to_their_slots(
     positions = torch.randint(50, (num_rows,)).int()
     slots = torch.randperm(20 * block_size)[:num_rows]
     slots[4] = -1
-    query = kernels.rope_write_kv(
-        qkv, cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads
-    )
+    query = kernels.rope_write_kv(qkv, cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads)
     heads = qkv.view(num_rows, -1, head_dim).double()
     turn = torch.polar(torch.ones_like(angles), angles)[positions.long()].unsqueeze(1)
     half = head_dim // 2
