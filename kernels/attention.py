@@ -16,6 +16,8 @@ Only an item that starts at position 0 folds its chunks (a left fold needs every
 (a, m, l) a chunk. So a row's bits do not depend on its neighbours, on sharing, on the batch, or on how a prompt was cut.
 
 Bound: decode by the KV bytes read; prefill by matrix products.
+
+The Triton kernels are in `attention_triton.py`, for length alone.
 """
 
 from __future__ import annotations
@@ -48,6 +50,9 @@ class AttentionPlan:
     `merge_rows` [num_merge_rows], `merge_start` [num_merge_rows + 1], `merge_partials`: the rows whose output is merged, and for
         the i-th of them the partial numbers `merge_partials[merge_start[i]:merge_start[i + 1]]`, ascending in position.
         A partial that lies wholly after a row's position was never written and is not listed.
+    `schedule`: what `attention_triton.schedule_items` made of the items, once a step; None: each launch makes its own.
+
+    A step that a CUDA graph replays has tensors of fixed shapes: items of 0 rows, and merge rows without partials, do nothing on a GPU.
     """
 
     positions: torch.Tensor
@@ -57,13 +62,23 @@ class AttentionPlan:
     merge_start: torch.Tensor
     merge_partials: torch.Tensor
     num_partials: int
+    schedule: torch.Tensor | None = None
 
 
-def attention(query: torch.Tensor, kv: torch.Tensor, *, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
+def attention(
+    query: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    layer: int,
+    plan: AttentionPlan,
+    scale: float,
+    kv_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention of one layer: `query` [num_rows, num_heads, head_dim] -> the same shape and dtype.
 
     `kv` is the block pool [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], any block stride; keys are index 0.
     Head h reads KV head h // (num_heads // num_kv_heads). Rows in no item come back as zeros.
+    `kv_scale` float32 [num_layers, 2, num_kv_heads]: what stored keys and values are multiplied with; None is 1 (see `rope_write_kv`).
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = kv.shape[3]
@@ -80,6 +95,8 @@ def attention(query: torch.Tensor, kv: torch.Tensor, *, layer: int, plan: Attent
         for number, chunk_start in enumerate(range(kv_start, kv_stop, CHUNK)):
             chunk_stop = min(chunk_start + CHUNK, kv_stop)
             keys, values = _gather_chunk(kv, layer, plan.block_table[table], chunk_start, chunk_stop)
+            if kv_scale is not None:
+                keys, values = (side * kv_scale[layer, n, :, None, None] for n, side in enumerate((keys, values)))
             visible = plan.positions[rows] - chunk_start
             result = _chunk_partial(grouped[:, rows], keys, values, visible.clamp(max=chunk_stop - chunk_start - 1))
             if kv_start == 0:

@@ -1,6 +1,16 @@
 """Linear layers over weights packed once: `y = x W^T + b`, and the products with a fused end that the decoder needs.
 
-Shapes: x [num_rows, in_size], weight [out_size, in_size], y [num_rows, out_size]. Bound: weight bytes for few rows, FLOPs for many.
+Shapes: x [num_rows, in_size], weight [out_size, in_size], y [num_rows, out_size].
+Bound: weight bytes for few rows, FLOPs for many.
+
+Quantised weights are int8 or e4m3 with one float32 scale per output channel, `w = scale * q`; the product runs in x's
+dtype, into which q goes exactly, with float32 sums, and is scaled at its end.
+
+On a GPU a plain product is torch's own, which is at the measured rate by definition. The Triton kernels are for what
+torch lacks: 8-bit weights (half or a quarter of the bytes, widened in registers on their way to the tensor cores),
+and the argmax over a vocabulary without writing its logits (256 rows x 128k float32 would be 131 MB a step).
+Neighbouring programs take tiles of the same weight columns, so that weights come from memory once; few rows take
+narrow tiles, so that a layer still fills the device.
 """
 
 from __future__ import annotations
@@ -10,23 +20,47 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from batchllm.kernels.activation import silu_mul
-from batchllm.kernels.rope import rope_write_kv
+from batchllm.kernels.activation import silu_mul, silu_mul_triton
+from batchllm.kernels.floats import E4M3_MAX, FP8_DTYPE, as_kernel_operand, product, widen
+from batchllm.kernels.launch import jit, launch, next_power_of_2, tl
+from batchllm.kernels.rope import rope_write_kv, rope_write_kv_triton
+from batchllm.kernels.tuning import Config, bounded_config, launch_options, num_processors
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A weight in the form that one backend multiplies with; made by its `pack_linear`, opaque to all else."""
+    """A weight in the form that one backend multiplies with; made by its `pack_linear`, opaque to all else.
+
+    `scale` float32 [out_size], with an int8 or e4m3 weight: what each output channel is multiplied with.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     out_size: int
     in_size: int
+    scale: torch.Tensor | None = None
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
     """Takes the weight [out_size, in_size] as it is: the plain product needs no other form."""
     return PackedLinear(weight=weight.contiguous(), bias=bias, out_size=weight.shape[0], in_size=weight.shape[1])
+
+
+def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, dtype: torch.dtype) -> PackedLinear:
+    """The weight rounded to `dtype`, torch.int8 or torch.float8_e4m3fn, each output channel scaled to its largest
+    magnitude."""
+    largest = {torch.int8: 127.0, FP8_DTYPE: E4M3_MAX}.get(dtype)
+    if largest is None:
+        raise ValueError(f"weights are quantised to int8 or float8_e4m3fn, not to {dtype}")
+    wide = weight.float()
+    # A channel of zeros gets scale 1: its quotients stay zeros.
+    scale = wide.abs().amax(dim=1) / largest
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    quotients = (wide / scale[:, None]).clamp(-largest, largest)
+    rounded = quotients.round().to(dtype) if dtype == torch.int8 else quotients.to(dtype)
+    return PackedLinear(
+        weight=rounded.contiguous(), bias=bias, out_size=weight.shape[0], in_size=weight.shape[1], scale=scale
+    )
 
 
 def pack_linear_gated(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
@@ -36,14 +70,261 @@ def pack_linear_gated(weight: torch.Tensor, bias: torch.Tensor | None = None) ->
 
 def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     """y in x's dtype, accumulated in float32 or better."""
-    return F.linear(x, packed.weight, packed.bias)
+    if packed.scale is None:
+        return F.linear(x, packed.weight, packed.bias)
+    return _scaled_product(x, packed).to(x.dtype)
 
 
 def linear_argmax(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     """The index int64 [num_rows] of the largest of y's float32 values; the lowest index among equals."""
     # argmax leaves the choice among equals open, so the first maximum is found by comparison.
-    logits = F.linear(x, packed.weight, packed.bias).float()
+    if packed.scale is None:
+        logits = F.linear(x, packed.weight, packed.bias).float()
+    else:
+        logits = _scaled_product(x, packed)
     return (logits == logits.amax(dim=-1, keepdim=True)).to(torch.uint8).argmax(dim=-1)
+
+
+def _scaled_product(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    assert packed.scale is not None
+    y = F.linear(x.float(), packed.weight.float()) * packed.scale
+    return y if packed.bias is None else y + packed.bias.float()
+
+
+@jit()
+def _product_tile(
+    x: tl.tensor,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    bias: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    num_rows: tl.tensor,
+    out_size: tl.tensor,
+    in_size: tl.tensor,
+    row_stride: tl.tensor,
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_DEPTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+) -> tl.tensor:
+    """The float32 tile of y at `row` x `column`. Rows and columns behind the end repeat the last one."""
+    depth = tl.arange(0, TILE_DEPTH)
+    x_tile = x + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * row_stride + depth[None, :]
+    channel = tl.minimum(column, out_size - 1)
+    weight_tile = weight + channel.to(tl.int64)[:, None] * in_size + depth[None, :]
+    y = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for start in range(0, in_size, TILE_DEPTH):
+        if EVEN_DEPTH:
+            left = tl.load(x_tile + start)
+            right = tl.load(weight_tile + start)
+        else:
+            inside = (depth < in_size - start)[None, :]
+            left = tl.load(x_tile + start, mask=inside, other=0.0)
+            right = tl.load(weight_tile + start, mask=inside, other=0.0)
+        y = product(left, tl.trans(widen(right, left.dtype)), y)
+    if HAS_SCALE:
+        y = y * tl.load(scale + channel)[None, :]
+    if HAS_BIAS:
+        y = y + tl.load(bias + channel).to(tl.float32)[None, :]
+    return y
+
+
+@jit(do_not_specialize=["num_rows"])
+def _linear_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    out_size: tl.tensor,
+    in_size: tl.tensor,
+    row_stride: tl.tensor,
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_DEPTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+    GROUP_TILES: tl.constexpr,
+) -> None:
+    # Groups of row tiles go down the columns together: their part of x stays in the cache while weights stream through.
+    tiles_down = tl.cdiv(num_rows, TILE_ROWS)
+    tiles_across = tl.cdiv(out_size, TILE_COLUMNS)
+    program = tl.program_id(0)
+    first = program // (GROUP_TILES * tiles_across) * GROUP_TILES
+    in_group = tl.minimum(tiles_down - first, GROUP_TILES)
+    local = program % (GROUP_TILES * tiles_across)
+    row = (first + local % in_group) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = local // in_group * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    y = _product_tile(
+        x,
+        weight,
+        scale,
+        bias,
+        row,
+        column,
+        num_rows,
+        out_size,
+        in_size,
+        row_stride,
+        HAS_SCALE,
+        HAS_BIAS,
+        EVEN_DEPTH,
+        TILE_ROWS,
+        TILE_COLUMNS,
+        TILE_DEPTH,
+    )
+    mask = (row < num_rows)[:, None] & (column < out_size)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * out_size + column[None, :], y.to(out.dtype.element_ty), mask=mask)
+
+
+@jit(do_not_specialize=["num_rows"])
+def _linear_argmax_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    bias: tl.tensor,
+    peaks: tl.tensor,
+    indexes: tl.tensor,
+    num_rows: tl.tensor,
+    out_size: tl.tensor,
+    in_size: tl.tensor,
+    row_stride: tl.tensor,
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_DEPTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    index = tl.zeros([TILE_ROWS], tl.int32)
+    for tile in range(tl.program_id(1), tl.cdiv(out_size, TILE_COLUMNS), tl.num_programs(1)):
+        column = tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+        y = _product_tile(
+            x,
+            weight,
+            scale,
+            bias,
+            row,
+            column,
+            num_rows,
+            out_size,
+            in_size,
+            row_stride,
+            HAS_SCALE,
+            HAS_BIAS,
+            EVEN_DEPTH,
+            TILE_ROWS,
+            TILE_COLUMNS,
+            TILE_DEPTH,
+        )
+        # Columns behind the end repeat the last one: equal, and higher in index, so they never win.
+        top = tl.max(y, 1)
+        where = tl.min(tl.where(y == top[:, None], column[None, :], 2147483647), 1)
+        # Tiles come in ascending order: among equals the earlier one stays.
+        index = tl.where(top > peak, where, index)
+        peak = tl.maximum(peak, top)
+    place = tl.program_id(1).to(tl.int64) * num_rows + row
+    tl.store(peaks + place, peak, mask=row < num_rows)
+    tl.store(indexes + place, index, mask=row < num_rows)
+
+
+@jit(do_not_specialize=["num_rows"])
+def _pick_peak_kernel(
+    peaks: tl.tensor, indexes: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_parts: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    row = tl.program_id(0)
+    part = tl.arange(0, BLOCK)
+    place = part.to(tl.int64) * num_rows + row
+    peak = tl.load(peaks + place, mask=part < num_parts, other=float("-inf"))
+    index = tl.load(indexes + place, mask=part < num_parts, other=2147483647)
+    tl.store(out + row, tl.min(tl.where(peak == tl.max(peak, 0), index, 2147483647), 0).to(tl.int64))
+
+
+def linear_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """`linear` on a GPU: torch's product for a plain weight, the Triton kernel for a quantised one."""
+    if packed.scale is None:
+        return F.linear(x, packed.weight, packed.bias)
+    num_rows = x.shape[0]
+    config = _config(x, packed)
+    out = torch.empty(num_rows, packed.out_size, dtype=x.dtype, device=x.device)
+    num_tiles = -(-num_rows // config["tile_rows"]) * -(-packed.out_size // config["tile_columns"])
+    arguments = _product_arguments(x, packed, config)
+    launch(
+        _linear_kernel,
+        (num_tiles,),
+        device=x.device,
+        arguments={**arguments, "out": out, "GROUP_TILES": 8},
+        options=launch_options(config),
+    )
+    return out
+
+
+def linear_argmax_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """`linear_argmax` on a GPU, for any packed weight; compares the float32 sums before they are rounded to x's
+    dtype."""
+    num_rows = x.shape[0]
+    config = _config(x, packed)
+    tiles_down = -(-num_rows // config["tile_rows"])
+    tiles_across = -(-packed.out_size // config["tile_columns"])
+    num_parts = min(tiles_across, max(1, 2 * num_processors(x.device) // max(1, tiles_down)))
+    peaks = torch.empty(num_parts, num_rows, device=x.device)
+    indexes = torch.empty(num_parts, num_rows, dtype=torch.int32, device=x.device)
+    out = torch.empty(num_rows, dtype=torch.int64, device=x.device)
+    launch(
+        _linear_argmax_kernel,
+        (tiles_down, num_parts),
+        device=x.device,
+        arguments={**_product_arguments(x, packed, config), "peaks": peaks, "indexes": indexes},
+        options=launch_options(config),
+    )
+    launch(
+        _pick_peak_kernel,
+        (num_rows,),
+        device=x.device,
+        arguments={
+            "peaks": peaks,
+            "indexes": indexes,
+            "out": out,
+            "num_rows": num_rows,
+            "num_parts": num_parts,
+            "BLOCK": next_power_of_2(num_parts),
+        },
+        options={"num_warps": 1},
+    )
+    return out
+
+
+def _product_arguments(x: torch.Tensor, packed: PackedLinear, config: Config) -> dict[str, object]:
+    return {
+        "x": x,
+        "weight": as_kernel_operand(packed.weight),
+        "scale": packed.scale,
+        "bias": packed.bias,
+        "num_rows": x.shape[0],
+        "out_size": packed.out_size,
+        "in_size": packed.in_size,
+        "row_stride": x.stride(0),
+        "HAS_SCALE": packed.scale is not None,
+        "HAS_BIAS": packed.bias is not None,
+        "EVEN_DEPTH": packed.in_size % config["tile_depth"] == 0,
+        "TILE_ROWS": config["tile_rows"],
+        "TILE_COLUMNS": config["tile_columns"],
+        "TILE_DEPTH": config["tile_depth"],
+    }
+
+
+def _config(x: torch.Tensor, packed: PackedLinear) -> Config:
+    """Kinds: `int8` and `fp8` weights under a 16-bit x, `half` where both have 16 bits, `float` for a float32 x with
+    any weight."""
+    kind = {torch.int8: "int8", FP8_DTYPE: "fp8"}.get(packed.weight.dtype, "half")
+    return bounded_config("linear", "float" if x.dtype == torch.float32 else kind, x.shape[0], x.device)
 
 
 def linear_add(x: torch.Tensor, packed: PackedLinear, residual: torch.Tensor) -> None:
@@ -70,4 +351,31 @@ def linear_rope_write_kv(
     """`rope_write_kv` of y."""
     return rope_write_kv(
         linear(x, packed), cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads
+    )
+
+
+def linear_add_triton(x: torch.Tensor, packed: PackedLinear, residual: torch.Tensor) -> None:
+    """`linear_add`; the sum is torch's, one pass over the rows."""
+    residual += linear_triton(x, packed)
+
+
+def linear_silu_mul_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """`linear_silu_mul`."""
+    return silu_mul_triton(linear_triton(x, packed))
+
+
+def linear_rope_write_kv_triton(
+    x: torch.Tensor,
+    packed: PackedLinear,
+    cos_sin: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    layer: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """`linear_rope_write_kv`."""
+    return rope_write_kv_triton(
+        linear_triton(x, packed), cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads
     )

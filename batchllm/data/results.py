@@ -1,0 +1,73 @@
+"""Reading a run's output with DuckDB: the views `completions` and `errors`, in plain SQL over the visible parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+
+from batchllm.data.parts import visible_parts
+from batchllm.data.schema import completion_schema
+from batchllm.errors import JobError, OutputError
+
+
+def view_statements(folder: Path | str) -> list[str]:
+    """The SQL that defines the views over the parts that are visible now; it runs in any DuckDB.
+
+    With no part yet, `completions` is empty and has the columns that every job writes.
+    """
+    parts = visible_parts(Path(folder))
+    if parts:
+        files = ", ".join(_quoted(str(part)) for part in parts)
+        source = f"SELECT * FROM read_parquet([{files}])"
+    else:
+        source = f"SELECT {_empty_columns()} WHERE false"
+    return [
+        f"CREATE OR REPLACE VIEW completions AS {source} ORDER BY row_index, sample_index",
+        "CREATE OR REPLACE VIEW errors AS SELECT * FROM completions WHERE error IS NOT NULL",
+    ]
+
+
+def connect(folder: Path | str) -> duckdb.DuckDBPyConnection:
+    """An in-memory DuckDB with the views. Raises OutputError when a part cannot be read."""
+    connection = duckdb.connect()
+    try:
+        for statement in view_statements(folder):
+            connection.execute(statement)
+    except duckdb.Error as error:
+        connection.close()
+        raise OutputError(f"{folder}: the results cannot be read: {_first_line(error)}") from None
+    return connection
+
+
+def query(sql: str, folder: Path | str) -> pa.Table:
+    """Runs one statement over the views. Raises JobError, one line, for SQL that DuckDB refuses."""
+    connection = connect(folder)
+    try:
+        statements = connection.extract_statements(sql)
+        if len(statements) != 1:
+            raise JobError(f"one SQL statement is wanted, not {len(statements)}")
+        relation = connection.sql(statements[0])
+        if relation is None:
+            raise JobError("query: the statement gives no rows; write a SELECT over completions or errors")
+        return relation.to_arrow_table()
+    except duckdb.Error as error:
+        raise JobError(f"query: {_first_line(error)}") from None
+    finally:
+        connection.close()
+
+
+def _empty_columns() -> str:
+    carried = [pa.field("id", pa.string())]
+    schema = completion_schema(carried, with_token_ids=False, with_logprobs=False)
+    names = {pa.string(): "VARCHAR", pa.int64(): "BIGINT", pa.int32(): "INTEGER", pa.float64(): "DOUBLE"}
+    return ", ".join(f"CAST(NULL AS {names[field.type]}) AS {field.name}" for field in schema)
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,228 @@
+"""The parts of a job file that the data layer reads, as pydantic models: input, prompt, sampling, output.
+
+Every key has one reader. Values are taken strictly (a quoted number is no number), unknown keys are refused.
+`batchllm.job` puts these together, resolves paths and dates, and turns errors into lines of the job file.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+
+from batchllm.prompt import SamplingParams
+
+
+class Section(BaseModel):
+    """A mapping of the job file: frozen, strict, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=False)
+
+
+class ColumnName(Section):
+    """`{column: name}`: the value is taken from that input column, row by row."""
+
+    column: Annotated[str, Field(min_length=1)]
+
+
+class InputSection(Section):
+    """Where the rows come from. `path` is absolute once the job is loaded; `sql` reads files from the job's folder."""
+
+    path: Annotated[str, Field(min_length=1)] | None = None
+    sql: Annotated[str, Field(min_length=1)] | None = None
+    id: Annotated[str, Field(min_length=1)] | None = None
+    keep: Annotated[tuple[str, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> InputSection:
+        if (self.path is None) == (self.sql is None):
+            raise ValueError("needs exactly one of path and sql")
+        if len(set(self.keep)) != len(self.keep):
+            raise ValueError("keep names a column twice")
+        return self
+
+
+class PromptSection(Section):
+    """How a row becomes a prompt. `template` and `system` are Jinja2 over the row's columns and `date`.
+
+    Text from cells is data: a control-token string in a cell (`<|im_end|>`) is encoded as plain text unless
+    `allow_control_tokens`. A prompt above `max_prompt_tokens` (default: what the model's context leaves) is an error
+    row, or is cut at its left or right end when `truncate` says so.
+    """
+
+    template: str | None = None
+    messages: Annotated[str, Field(min_length=1)] | None = None
+    system: str | None = None
+    raw: bool = False
+    allow_control_tokens: bool = False
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    truncate: Literal[False, "left", "right"] = False
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> PromptSection:
+        if (self.template is None) == (self.messages is None):
+            raise ValueError("needs exactly one of template and messages")
+        if self.raw and self.messages is not None:
+            raise ValueError("raw sends the template's text as it is, so it cannot be used with messages")
+        if self.raw and self.system is not None:
+            raise ValueError("raw has no chat template, so there is no place for system")
+        return self
+
+
+class OutputSection(Section):
+    """The folder of the completions, absolute once the job is loaded. `token_ids` adds a column with the ids."""
+
+    path: Annotated[str, Field(min_length=1)]
+    token_ids: bool = False
+
+
+_Value = TypeVar("_Value")
+
+
+def _kind_of_value(value: object) -> str:
+    return (
+        "column"
+        if isinstance(value, Mapping) and set(value) == {"column"} or isinstance(value, ColumnName)
+        else "value"
+    )
+
+
+PerRow = Annotated[
+    Annotated[_Value, Tag("value")] | Annotated[ColumnName, Tag("column")],
+    Discriminator(_kind_of_value),
+]
+
+
+def _stop_strings(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+def _bias_pairs(value: object) -> object:
+    """`{token id: bias}`, or the list of pairs that an Arrow map gives, as sorted pairs."""
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("must map token ids to numbers")
+    pairs: dict[int, float] = {}
+    for item in value:
+        if not isinstance(item, (list, tuple)) or len(item) != 2:
+            raise ValueError("must map token ids to numbers")
+        token_id, bias = item
+        if isinstance(token_id, str) and token_id.isascii() and token_id.isdecimal():
+            token_id = int(token_id)
+        if type(token_id) is not int or token_id < 0 or type(bias) not in (int, float) or not -1000 <= bias <= 1000:
+            raise ValueError("must map token ids to numbers between -1000 and 1000")
+        pairs[token_id] = float(bias)
+    return tuple(sorted(pairs.items()))
+
+
+_Count = Annotated[int, Field(ge=1)]
+_TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
+_Finite = Field(allow_inf_nan=False)
+_Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+_Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class SamplingSection(Section):
+    """How completions are sampled: the fields of `SamplingParams`, each a value or `{column: name}`.
+
+    A null in such a column takes the default of that field.
+    """
+
+    max_tokens: PerRow[_Count] = 64
+    min_tokens: PerRow[Annotated[int, Field(ge=0)]] = 0
+    temperature: PerRow[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = 0.0
+    top_k: PerRow[Annotated[int, Field(ge=-1)]] = 0
+    top_p: PerRow[Annotated[float, Field(gt=0, le=1)]] = 1.0
+    min_p: PerRow[Annotated[float, Field(ge=0, le=1)]] = 0.0
+    repetition_penalty: PerRow[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = 1.0
+    presence_penalty: PerRow[_Penalty] = 0.0
+    frequency_penalty: PerRow[_Penalty] = 0.0
+    logit_bias: PerRow[Annotated[tuple[tuple[int, float], ...], Field(strict=False), BeforeValidator(_bias_pairs)]] = ()
+    seed: PerRow[_Seed | None] = None
+    n: PerRow[Annotated[int, Field(ge=1, le=1024)]] = 1
+    logprobs: PerRow[Annotated[int, Field(ge=0, le=20)] | None] = None
+    stop: PerRow[
+        Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), BeforeValidator(_stop_strings)]
+    ] = ()
+    stop_token_ids: PerRow[_TokenIds] = ()
+    ignore_eos: PerRow[bool] = False
+
+    @model_validator(mode="after")
+    def _in_order(self) -> SamplingSection:
+        if isinstance(self.min_tokens, int) and isinstance(self.max_tokens, int) and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+        return self
+
+    def columns(self) -> dict[str, str]:
+        """Field name → input column, for the fields that are taken row by row, in field order."""
+        fields = ((name, getattr(self, name)) for name in type(self).model_fields)
+        return {name: value.column for name, value in fields if isinstance(value, ColumnName)}
+
+    def params(self, row_values: Mapping[str, object] | None = None) -> SamplingParams:
+        """The sampling of one row. `row_values`: field name → the row's cell, for the fields of `columns()`.
+
+        Raises ValueError that names column and value where a cell does not fit.
+        """
+        columns = self.columns()
+        fixed = {name: getattr(self, name) for name in type(self).model_fields if name not in columns}
+        if not columns:
+            return SamplingParams(**fixed)
+        given = row_values or {}
+        for name, column in columns.items():
+            if isinstance(given.get(name), Mapping) and name != "logit_bias":
+                raise ValueError(f"column {column!r} as sampling.{name}: a struct is no value for it")
+        cells = {
+            name: _plain_number(value, whole=name in _WHOLE_FIELDS)
+            for name in columns
+            if (value := given.get(name)) is not None
+        }
+        try:
+            row = SamplingSection.model_validate({**fixed, **cells})
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = str(first["loc"][0]) if first["loc"] else next(iter(columns))
+            text = first["msg"].removeprefix("Value error, ")
+            raise ValueError(f"column {columns.get(name, name)!r} as sampling.{name}: {text}") from None
+        return SamplingParams(**{name: getattr(row, name) for name in type(row).model_fields})
+
+
+_WHOLE_FIELDS = frozenset({"max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs"})
+
+
+def _plain_number(value: object, *, whole: bool) -> object:
+    """A table's number as Python's: decimals are floats, and a float that is whole may stand for an int (pandas)."""
+    if isinstance(value, Decimal):
+        value = float(value)
+    if whole and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+class JobSections(Protocol):
+    """What the data layer needs of a job; `batchllm.job.Job` is one."""
+
+    @property
+    def input(self) -> InputSection: ...
+    @property
+    def prompt(self) -> PromptSection: ...
+    @property
+    def sampling(self) -> SamplingSection: ...
+    @property
+    def output(self) -> OutputSection: ...
+    @property
+    def date(self) -> datetime.date: ...
+    @property
+    def folder(self) -> Path: ...
+
+
+def describe(error: Mapping[str, Any]) -> str:
+    """One pydantic error as a phrase without its jargon."""
+    kind, message = error["type"], str(error["msg"])
+    if kind == "missing":
+        return "is missing"
+    return message.removeprefix("Value error, ").removeprefix("Input should be ").replace("Input should", "should")

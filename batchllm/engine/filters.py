@@ -1,0 +1,141 @@
+"""Drawing one token per row from filtered logits: temperature, then top-k, top-p and min-p, each row as if alone.
+
+Tokens are ranked by (logit descending, id ascending). In that order every filter keeps a prefix, so the kept set is a
+length: top-k keeps k; top-p the shortest prefix that holds at least p of what top-k left; min-p those of at least
+`min_p` times the best. Ties are broken by id, exactly: `top_k` 1 and a tiny `top_p` are greedy, ties or not.
+
+A row's bits depend on that row alone. It is normalised by softmax and summed by `cumsum`, which walk each row by
+itself, or by `sum` over short fixed runs; never by one `sum` over the row, which splits a lone row over the threads.
+Ranking reads the best `WIDTHS[0]` tokens first, more only where the cut lies behind them, and gives the same sums,
+bit for bit, whatever the width, because a prefix sum does not see what follows. This holds on the CPU; a GPU may group
+the float64 sums by the shape of the batch, which moves a cut by about 1e-16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+WIDTHS = (256, 4096)
+"""How many of the best tokens are ranked, one width after the other, before a whole row is."""
+
+_RUN = 128
+"""Tokens that are summed at once where a row is not ranked."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRows:
+    """The settings of the rows that are drawn, each `[num_rows]` on the logits' device.
+
+    `temperature` float32, above 0. `top_k` int64 in [1, vocabulary]. `top_p` float64, 1 is off. `min_p` float32, 0 is
+    off. `uniform` float64 in [0, 1): the row's random number.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    uniform: torch.Tensor
+
+    def select(self, rows: torch.Tensor) -> DrawRows:
+        """The settings of the rows numbered int64 `rows`."""
+        return DrawRows(
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            uniform=self.uniform[rows],
+        )
+
+
+def leading_ids(logits: torch.Tensor, num_ids: int) -> torch.Tensor:
+    """The best tokens of each row by (logit descending, id ascending): int64 `[num_rows, num_ids]`. No NaN allowed."""
+    width = min(num_ids + 8, logits.shape[1])  # some to spare, for ties at the end
+    ids, num_exact = _rank(logits, width)
+    ids = ids[:, :num_ids]
+    tied = torch.nonzero(num_exact < num_ids).squeeze(1)
+    if tied.numel():
+        ids[tied] = _rank(logits[tied], logits.shape[1])[0][:, :num_ids]
+    return ids
+
+
+def _rank(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `width` best tokens in order, and how many of them are exact, int64 `[num_rows]`.
+
+    `topk` may leave out any of those that equal its last value, so only what lies above that value is exact.
+    """
+    if width == logits.shape[1]:
+        ids = torch.sort(logits, dim=1, descending=True, stable=True).indices
+        return ids, torch.full((len(logits),), width, device=logits.device)
+    ids = torch.topk(logits, width, dim=1, sorted=False).indices.sort(dim=1).values
+    values, order = torch.sort(logits.gather(1, ids), dim=1, descending=True, stable=True)
+    return ids.gather(1, order), (values > values[:, -1:]).sum(dim=1)
+
+
+def draw(logits: torch.Tensor, rows: DrawRows) -> torch.Tensor:
+    """One token id per row, int64. `logits` float32 `[num_rows, vocabulary]`: no NaN, and each row's best is finite."""
+    best = logits.amax(dim=1, keepdim=True)
+    weights = torch.softmax((logits - best).div_(rows.temperature[:, None]), dim=1)
+    ranked = (rows.top_k < logits.shape[1]) | (rows.top_p < 1.0)
+    token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    by_id = torch.nonzero(~ranked).squeeze(1)
+    if by_id.numel() == len(logits):
+        return _draw_by_id(weights, rows)
+    if by_id.numel():
+        token_ids[by_id] = _draw_by_id(weights[by_id], rows.select(by_id))
+    left = torch.nonzero(ranked).squeeze(1)
+    for width in (*WIDTHS, logits.shape[1]):
+        if not left.numel():
+            break
+        width = min(width, logits.shape[1])
+        drawn, complete = _draw_by_rank(logits[left], weights[left], rows.select(left), width=width)
+        token_ids[left[complete]] = drawn[complete]
+        left = left[~complete]
+    return token_ids
+
+
+def _draw_by_id(weights: torch.Tensor, rows: DrawRows) -> torch.Tensor:
+    """Rows with neither top-k nor top-p: no ranking. In the order of the ids, find the run, then the token in it."""
+    if bool((rows.min_p > 0.0).any()):
+        threshold = rows.min_p[:, None] * weights.amax(dim=1, keepdim=True)
+        weights = weights.masked_fill(weights < threshold, 0.0)
+    num_missing = -weights.shape[1] % _RUN
+    padded = torch.nn.functional.pad(weights, (0, num_missing)) if num_missing else weights
+    runs = padded.unflatten(1, (-1, _RUN))
+    cumulative = runs.sum(dim=2).cumsum(dim=1, dtype=torch.float64)
+    target = _clamp_below(rows.uniform * cumulative[:, -1], cumulative[:, -1])
+    run = torch.searchsorted(cumulative, target[:, None], right=True)
+    before = torch.nn.functional.pad(cumulative, (1, 0)).gather(1, run).squeeze(1)
+    inner = runs.gather(1, run[:, :, None].expand(-1, -1, _RUN)).squeeze(1).cumsum(dim=1, dtype=torch.float64)
+    place = torch.searchsorted(inner, _clamp_below(target - before, inner[:, -1])[:, None], right=True)
+    return (run * _RUN + place).squeeze(1)
+
+
+def _draw_by_rank(
+    logits: torch.Tensor, weights: torch.Tensor, rows: DrawRows, *, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows with top-k or top-p, from their `width` best tokens; also whether those hold all that a row keeps."""
+    num_tokens = logits.shape[1]
+    ids, num_exact = _rank(logits, width)
+    ranked = weights.gather(1, ids)
+    cumulative = ranked.cumsum(dim=1, dtype=torch.float64)
+    has_top_k = rows.top_k < num_tokens
+    within = rows.top_k.clamp(max=width)
+    # Softmax has made the whole row sum to 1; under top-k the whole is what top-k left.
+    whole = torch.where(has_top_k, cumulative.gather(1, within[:, None] - 1).squeeze(1), 1.0)
+    shortest = torch.searchsorted(cumulative, (rows.top_p * whole)[:, None]).squeeze(1) + 1
+    by_top_p = torch.where(rows.top_p < 1.0, shortest, num_tokens)
+    by_min_p = (ranked >= rows.min_p[:, None] * ranked[:, :1]).sum(dim=1)
+    complete = torch.where(has_top_k, rows.top_k, by_top_p) <= num_exact
+    if width == num_tokens:
+        complete = torch.ones_like(complete)
+    kept = torch.minimum(torch.minimum(within, by_top_p), by_min_p)
+    total = cumulative.gather(1, kept[:, None] - 1).squeeze(1)
+    place = torch.searchsorted(cumulative, _clamp_below(rows.uniform * total, total)[:, None], right=True)
+    return ids.gather(1, place.clamp(max=width - 1)).squeeze(1), complete
+
+
+def _clamp_below(target: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Keep a target under its total, which a product may round up to: then the first place above it has weight."""
+    return torch.minimum(target.clamp(min=0.0), torch.nextafter(total, torch.zeros_like(total)))

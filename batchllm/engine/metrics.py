@@ -1,0 +1,69 @@
+"""What a run did, counted as it goes: totals for the summary, and one row a step for whoever asks later why it was slow."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+STEP_COLUMNS = {
+    "start_s": "d",
+    "seconds": "d",
+    "model_seconds": "d",
+    "num_decode_rows": "l",
+    "num_prefill_rows": "l",
+    "num_running": "l",
+    "num_waiting": "l",
+    "num_used_blocks": "l",
+    "num_preempted": "l",
+}
+"""Columns of the step log and their array type codes. Seconds from the start of the run; blocks of the device pool."""
+
+
+class StepLog:
+    """One row a step, as compact columns: a million steps are about 70 MB."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, array] = {name: array(code) for name, code in STEP_COLUMNS.items()}
+
+    def append(self, values: Mapping[str, float | int]) -> None:
+        """One step; `values` has every column."""
+        for name, column in self.columns.items():
+            column.append(values[name])
+
+    def __len__(self) -> int:
+        return len(self.columns["start_s"])
+
+
+@dataclass(slots=True)
+class RunMetrics:
+    """Totals of one run of the engine.
+
+    `prompt_tokens` of sequences admitted so far, of which `cached_prompt_tokens` were found in the pool.
+    `generated_tokens` so far, of which `completion_tokens` belong to finished rows.
+    `computed_prompt_tokens` counts every prefill row, work repeated after a preemption (`recomputed_tokens`) included.
+    `restored_tokens` came back from a tier instead.
+    `num_unfilled_slots` of `num_allocated_slots` token slots were given back without ever holding a token.
+    `schedule_s`, `model_s` and `sample_s` are the parts of the steps; the device may still compute while the host samples.
+    """
+
+    num_steps: int = 0
+    computed_prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    completion_tokens: int = 0
+    num_completed: int = 0
+    num_errors: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    restored_tokens: int = 0
+    num_allocated_slots: int = 0
+    num_unfilled_slots: int = 0
+    peak_used_blocks: int = 0
+    num_blocks: int = 0
+    model_s: float = 0.0
+    schedule_s: float = 0.0
+    sample_s: float = 0.0
+    wall_s: float = 0.0
+    step_log: StepLog = field(default_factory=StepLog)

@@ -1,0 +1,91 @@
+"""How large an engine to build: what a job leaves to `auto` is chosen from the device, the model and the plan."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import numpy as np
+import torch
+
+from batchllm.engine.blocks import num_blocks_for
+from batchllm.engine.engine import EngineConfig
+from batchllm.engine.pool import KvShape
+from batchllm.errors import JobError
+from batchllm.plan.plan import Plan
+
+Auto = Literal["auto"]
+
+CPU_SEQUENCES, GPU_SEQUENCES = 256, 1024
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
+_MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
+"""Of the memory that is free when the model is loaded, what the pool may take. A CPU's memory is shared with the system's file cache."""
+
+
+def size_engine(
+    *,
+    plan: Plan,
+    shape: KvShape,
+    device: torch.device,
+    max_context: int,
+    block_size: int,
+    max_step_tokens: int | Auto,
+    max_sequences: int | Auto,
+    kv_bytes: int | Auto,
+    evict_least_recent: bool = False,
+) -> EngineConfig:
+    """The sizes to run `plan` with. Raises JobError when the KV memory that the job names holds no block."""
+    on_gpu = device.type == "cuda"
+    usual_sequences, usual_tokens = (GPU_SEQUENCES, GPU_STEP_TOKENS) if on_gpu else (CPU_SEQUENCES, CPU_STEP_TOKENS)
+    sequences = usual_sequences if max_sequences == "auto" else max_sequences
+    sequences = max(1, min(sequences, plan.num_prompts))
+    step_tokens = max(usual_tokens, sequences) if max_step_tokens == "auto" else max_step_tokens
+    block_bytes = shape.block_bytes(block_size)
+    if kv_bytes == "auto":
+        available = int(_available_bytes(device) * _MEMORY_SHARE[device.type])
+        num_blocks = max(1, min(available // block_bytes, _widest_blocks(plan, sequences, max_context, block_size)))
+    else:
+        num_blocks = kv_bytes // block_bytes
+        if num_blocks == 0:
+            raise JobError(f"engine.kv.device: {kv_bytes} bytes hold no block of {block_bytes} bytes; give more")
+    return EngineConfig(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_step_tokens=step_tokens,
+        max_sequences=sequences,
+        evict_least_recent=evict_least_recent,
+    )
+
+
+def _widest_blocks(plan: Plan, max_sequences: int, max_context: int, block_size: int) -> int:
+    """Blocks past which a pool stays empty: the widest run of neighbours in the plan, each with its whole completion.
+
+    What neighbours share counts once. Two blocks a sequence are added for those that are partly filled or kept for copying.
+    """
+    own = plan.prompt_tokens.astype(np.int64) - plan.shared_tokens
+    lengths = np.minimum(plan.prompt_tokens + plan.decode_tokens, max_context) - plan.prompt_tokens + own
+    sums = np.concatenate([[0], np.cumsum(lengths)])
+    width = min(max_sequences, lengths.size)
+    widest = int((sums[width:] - sums[:-width]).max(initial=0)) if width else 0
+    longest = int(np.minimum(plan.prompt_tokens + plan.decode_tokens, max_context).max(initial=1))
+    return num_blocks_for(widest + longest, block_size) + 2 * width + 1
+
+
+def most_blocks(plan: Plan, *, max_context: int, block_size: int) -> int:
+    """Blocks that the whole batch would fill if none were ever given back."""
+    own = plan.prompt_tokens.astype(np.int64) - plan.shared_tokens
+    completions = np.minimum(plan.prompt_tokens + plan.decode_tokens, max_context) - plan.prompt_tokens
+    return int((-(-(own + completions) // block_size) + 1).sum())
+
+
+def available_memory_bytes() -> int:
+    """Memory that the system could give without swapping."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _available_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()

@@ -1,0 +1,185 @@
+"""From a scheduled step to arrays: rows, slots, and the attention plan of work items. Array work only; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchllm.engine.scheduler import ScheduledStep, Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class PlanArrays:
+    """The arrays of `batchllm.kernels.attention.AttentionPlan`, which see; all int32."""
+
+    positions: np.ndarray
+    block_table: np.ndarray
+    items: np.ndarray
+    merge_rows: np.ndarray
+    merge_start: np.ndarray
+    merge_partials: np.ndarray
+    num_partials: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One forward pass. Rows: decoding sequences first, then prefill chunks, each part in plan order.
+
+    `token_ids` int64 [num_rows]; `kv_slots` int64 [num_rows]: where a row's KV goes, -1 where it is already; `sample_rows` int64: rows
+    whose next token is wanted, and `sample_slots`: the sequences they belong to.
+    """
+
+    token_ids: np.ndarray
+    kv_slots: np.ndarray
+    sample_rows: np.ndarray
+    sample_slots: np.ndarray
+    plan: PlanArrays
+
+
+def build_step(step: ScheduledStep, scheduler: Scheduler, *, chunk: int) -> StepBatch:
+    """The batch of a step that `scheduler.schedule()` returned. `chunk`: where attention spans are cut, in tokens."""
+    table, block_size = scheduler.table, scheduler.config.block_size
+    slots, counts = step.slots, step.num_rows
+    stops = table.num_computed[slots].astype(np.int64)
+    starts = stops - counts
+    first_rows = np.concatenate([[0], np.cumsum(counts)])
+    row_slots = np.repeat(slots, counts)
+    positions = np.arange(first_rows[-1]) - np.repeat(first_rows[:-1] - starts, counts)
+    blocks = table.block_table[row_slots, positions // block_size].astype(np.int64)
+    kv_slots = blocks * block_size + positions % block_size
+    kv_slots[positions < scheduler.shared_rows_end[row_slots]] = -1
+    wanted = stops == table.num_tokens[slots]
+    return StepBatch(
+        token_ids=table.tokens[row_slots, positions].astype(np.int64),
+        kv_slots=kv_slots,
+        sample_rows=first_rows[1:][wanted] - 1,
+        sample_slots=slots[wanted],
+        plan=_plan_attention(
+            scheduler,
+            slots=slots,
+            counts=counts,
+            starts=starts,
+            first_rows=first_rows,
+            positions=positions,
+            num_decode=step.num_decode,
+            chunk=chunk,
+        ),
+    )
+
+
+def _plan_attention(
+    scheduler: Scheduler,
+    *,
+    slots: np.ndarray,
+    counts: np.ndarray,
+    starts: np.ndarray,
+    first_rows: np.ndarray,
+    positions: np.ndarray,
+    num_decode: int,
+    chunk: int,
+) -> PlanArrays:
+    """Shared spans of neighbouring decoding sequences as one item each, and one item for what each sequence reads alone."""
+    table = scheduler.table
+    stops = starts + counts
+    width = int(table.num_blocks[slots].max()) if slots.size else 1
+    block_table = np.ascontiguousarray(table.block_table[slots, :width])
+    shared = _shared_chunks(scheduler, block_table[:num_decode], slots[:num_decode], stops[:num_decode], chunk)
+    # What a sequence shares with a neighbour on either side it does not read alone.
+    own_start = np.zeros(slots.size, dtype=np.int64)
+    if num_decode > 1:
+        own_start[: num_decode - 1] = shared
+        own_start[1:num_decode] = np.maximum(own_start[1:num_decode], shared)
+    own_start *= chunk
+    groups = _shared_items(shared, chunk)
+    alone = np.stack(
+        [first_rows[:-1], counts, own_start, stops, np.arange(slots.size), np.full(slots.size, -1)], axis=1
+    )
+    items = np.concatenate([groups, alone]) if groups.size else alone
+    folded = items[:, 2] == 0
+    pieces = np.where(folded, 1, -(-(items[:, 3] - items[:, 2]) // chunk))
+    # What a sequence reads alone from position 0 on is its whole output; anything else leaves partials.
+    whole = folded & (np.arange(len(items)) >= len(groups))
+    partial_counts = np.where(whole, 0, pieces * items[:, 1])
+    partial_starts = np.concatenate([[0], np.cumsum(partial_counts)])
+    items[:, 5] = np.where(partial_counts > 0, partial_starts[:-1], -1)
+    merge_rows, merge_start, merge_partials = _merge_lists(items, pieces, partial_counts, chunk)
+    return PlanArrays(
+        positions=positions.astype(np.int32),
+        block_table=block_table,
+        items=items.astype(np.int32),
+        merge_rows=merge_rows,
+        merge_start=merge_start,
+        merge_partials=merge_partials,
+        num_partials=int(partial_starts[-1]),
+    )
+
+
+def _shared_chunks(
+    scheduler: Scheduler, block_table: np.ndarray, slots: np.ndarray, stops: np.ndarray, chunk: int
+) -> np.ndarray:
+    """For each decoding sequence but the last: the whole leading chunks that it shares with the next, by equal block ids."""
+    if slots.size < 2:
+        return np.zeros(0, dtype=np.int64)
+    same = block_table[1:] == block_table[:-1]
+    common = np.where(same.all(axis=1), same.shape[1], same.argmin(axis=1))
+    num_blocks = scheduler.table.num_blocks[slots]
+    common = np.minimum(common, np.minimum(num_blocks[1:], num_blocks[:-1]))
+    # The chunk that holds a row's own position stays its own, so that every row reads something alone.
+    limit = (np.minimum(stops[1:], stops[:-1]) - 1) // chunk
+    return np.minimum(common * scheduler.config.block_size // chunk, limit)
+
+
+def _shared_items(shared: np.ndarray, chunk: int) -> np.ndarray:
+    """Items [n, 6] for the spans that runs of neighbours share.
+
+    Level by level (chunk 0, 1, ...), a run of neighbours that share the chunk is one item. A run that stays the same from chunk 0 on is
+    one item over these chunks, folded; behind that each chunk is an item, which costs nothing, since each has its own partial anyway.
+    """
+    items: list[np.ndarray] = []
+    folded: np.ndarray | None = None
+    for level in range(int(shared.max(initial=0))):
+        edges = np.diff(np.concatenate([[0], (shared > level).astype(np.int8), [0]]))
+        first = np.nonzero(edges == 1)[0]
+        last = np.nonzero(edges == -1)[0]
+        level_items = np.stack(
+            [
+                first,
+                last - first + 1,
+                np.full(first.size, level * chunk),
+                np.full(first.size, (level + 1) * chunk),
+                first,
+                np.full(first.size, -1),
+            ],
+            axis=1,
+        )
+        if folded is None:
+            folded = level_items
+            continue
+        # Extend what is still the same run from chunk 0.
+        where = np.searchsorted(folded[:, 0], first)
+        where = np.minimum(where, len(folded) - 1)
+        extends = (folded[where, 0] == first) & (folded[where, 1] == last - first + 1)
+        extends &= folded[where, 3] == level * chunk
+        folded[where[extends], 3] += chunk
+        items.append(level_items[~extends])
+    if folded is None:
+        return np.zeros((0, 6), dtype=np.int64)
+    return np.concatenate([folded, *items])
+
+
+def _merge_lists(
+    items: np.ndarray, pieces: np.ndarray, partial_counts: np.ndarray, chunk: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows that have partials, and for each its partial numbers in ascending position."""
+    total = int(partial_counts.sum())
+    if total == 0:
+        return np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int32), np.zeros(0, dtype=np.int32)
+    item = np.repeat(np.arange(len(items)), partial_counts)
+    within = np.arange(total) - np.repeat(np.concatenate([[0], np.cumsum(partial_counts)])[:-1], partial_counts)
+    rows = items[item, 0] + within % items[item, 1]
+    position = items[item, 2] + within // items[item, 1] * chunk
+    order = np.lexsort((position, rows))
+    merged, row_counts = np.unique(rows, return_counts=True)
+    starts = np.concatenate([[0], np.cumsum(row_counts)])
+    return merged.astype(np.int32), starts.astype(np.int32), order.astype(np.int32)

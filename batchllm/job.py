@@ -1,0 +1,244 @@
+"""The job file: one YAML mapping that says what to run. Loading resolves paths and dates and names every mistake."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from jinja2 import TemplateSyntaxError
+from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+
+from batchllm.data.sections import (
+    InputSection,
+    OutputSection,
+    PromptSection,
+    SamplingSection,
+    Section,
+    describe,
+)
+from batchllm.data.templates import compile_template
+from batchllm.errors import JobError
+from batchllm.job_file import JobSource, Location, fill_dates, read_job_file
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_UNITS |= {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", re.IGNORECASE)
+
+
+def parse_size(value: object) -> object:
+    """`auto`, a number of bytes, or a text such as `2GiB`, `500 MB`, `1.5g`: `auto` or bytes. Raises ValueError."""
+    if value == "auto":
+        return value
+    if type(value) is int and value > 0:
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    size_bytes = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    if size_bytes <= 0:
+        raise ValueError("must be auto or a size such as 2GiB")
+    return size_bytes
+
+
+def _auto_or_count(value: object) -> object:
+    if value == "auto" or (type(value) is int and value >= 1):
+        return value
+    raise ValueError("must be auto or a whole number of at least 1")
+
+
+AutoCount = Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_count)]
+AutoSize = Annotated[Literal["auto"] | int, BeforeValidator(parse_size)]
+
+
+def _size_or_none(value: object) -> object:
+    return value if value == 0 and type(value) is int else parse_size(value)
+
+
+class KvDiskSection(Section):
+    """A tier in a file of folder `path` (absolute once the job is loaded), of at most `size` bytes.
+
+    Blocks kept by `persist` that are older than `max_age_days` are free for others.
+    """
+
+    path: Annotated[str, Field(min_length=1)]
+    size: AutoSize = "auto"
+    max_age_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 14.0
+
+
+class KvSection(Section):
+    """Memory for keys and values, in bytes. `device: auto` takes what the model and the step leave free.
+
+    `host` (0: none) and `disk` are tiers for blocks that leave the device before their last use. `policy` chooses what leaves:
+    `next-use` by the plan; `lru` and `recompute` (no tier at all) are there to compare with. `persist` keeps shared blocks on disk
+    for later runs.
+    """
+
+    device: AutoSize = "auto"
+    host: Annotated[Literal["auto"] | int, BeforeValidator(_size_or_none)] = 0
+    disk: KvDiskSection | None = None
+    policy: Literal["next-use", "lru", "recompute"] = "next-use"
+    persist: bool = False
+
+    @model_validator(mode="after")
+    def _persist_needs_disk(self) -> KvSection:
+        if self.persist and self.disk is None:
+            raise ValueError("persist needs a place to keep blocks: give engine.kv.disk.path")
+        return self
+
+
+class EngineSection(Section):
+    """Where and how fast. None of it but `dtype` changes what a row says.
+
+    `order: input` runs rows as they stand in the input, so that a run that is stopped has done the first ones.
+    """
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    max_step_tokens: AutoCount = "auto"
+    max_sequences: AutoCount = "auto"
+    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    prefix_sharing: bool = True
+    order: Literal["plan", "input"] = "plan"
+    kv: KvSection = KvSection()
+
+
+class Job(Section):
+    """A validated job. Paths in it are absolute; `date` is the one date that every part of the run sees."""
+
+    name: Annotated[str, Field(min_length=1)]
+    model: Annotated[str, Field(min_length=1)]
+    input: InputSection
+    prompt: PromptSection
+    sampling: SamplingSection = SamplingSection()
+    output: OutputSection
+    engine: EngineSection = EngineSection()
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    _date: datetime.date = PrivateAttr(default_factory=datetime.date.today)
+    _folder: Path = PrivateAttr(default_factory=Path.cwd)
+
+    @property
+    def date(self) -> datetime.date:
+        """The run's date: of `--date`, or the day on which the job was loaded."""
+        return self._date
+
+    @property
+    def folder(self) -> Path:
+        """The job file's folder, from which relative paths and the files in `input.sql` are taken."""
+        return self._folder
+
+    def fingerprint_parts(self) -> dict[str, object]:
+        """What must be the same when an output folder is resumed, by key; plain JSON values.
+
+        Throughput settings are not in it: they may change between a kill and the resume.
+        """
+        input_part: dict[str, object] = {"input.id": self.input.id, "input.keep": list(self.input.keep)}
+        if self.input.path is not None:
+            input_part["input.path"] = os.path.relpath(self.input.path, self.folder)
+        else:
+            input_part["input.sql"] = self.input.sql
+        model = os.path.relpath(self.model, self.folder) if os.path.isabs(self.model) else self.model
+        parts: dict[str, object] = {"name": self.name, "model": model, **input_part}
+        parts |= {f"prompt.{key}": value for key, value in self.prompt.model_dump(mode="json").items()}
+        parts |= {f"sampling.{key}": value for key, value in self.sampling.model_dump(mode="json").items()}
+        parts |= {"output.token_ids": self.output.token_ids, "engine.dtype": self.engine.dtype, "seed": self.seed}
+        parts["date"] = self.date.isoformat()
+        return parts
+
+
+def load_job(path: Path | str, *, overrides: Sequence[str] = (), date: datetime.date | None = None) -> Job:
+    """Read, complete and check a job file. `overrides` are `key.key=value` texts; `date` None is today.
+
+    Raises JobError, one line, naming file (or override), line and key.
+    """
+    path = Path(path)
+    run_date = date if date is not None else datetime.date.today()
+    source = read_job_file(path, overrides=overrides)
+    _check_keys(source)
+    folder = Path(os.path.abspath(path)).parent
+    for section, key in (("input", "path"), ("input", "sql"), ("output", "path")):
+        values = source.value.get(section)
+        if isinstance(values, dict) and isinstance(values.get(key), str) and values[key]:
+            try:
+                text = fill_dates(values[key], date=run_date)
+            except ValueError as error:
+                raise _error(source, (section, key), str(error)) from None
+            values[key] = _absolute(text, folder=folder) if key == "path" else text
+    engine = source.value.get("engine")
+    kv = engine.get("kv") if isinstance(engine, dict) else None
+    disk = kv.get("disk") if isinstance(kv, dict) else None
+    if isinstance(disk, dict) and isinstance(disk.get("path"), str) and disk["path"]:
+        disk["path"] = _absolute(disk["path"], folder=folder)
+    model = source.value.get("model")
+    if isinstance(model, str) and _is_path(model, folder=folder):
+        source.value["model"] = _absolute(model, folder=folder)
+    try:
+        job = Job.model_validate(source.value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise _error(source, tuple(first["loc"]), describe(first)) from None
+    for key in ("template", "system"):
+        _check_template(source, key=key, text=getattr(job.prompt, key))
+    job._date, job._folder = run_date, folder
+    return job
+
+
+def _absolute(text: str, *, folder: Path) -> str:
+    return os.path.normpath(folder / Path(text).expanduser())
+
+
+def _is_path(model: str, *, folder: Path) -> bool:
+    """A model is a path when it is written as one or lies there; else it is a known name or a hub id."""
+    return model.startswith((".", "/", "~")) or model.endswith(".gguf") or (folder / model).exists()
+
+
+def _check_keys(source: JobSource) -> None:
+    """Unknown keys first: a misspelt key is the cause of the missing one that the models would report."""
+
+    def visit(model: type[BaseModel], value: dict[str, Any], at: Location) -> None:
+        known = model.model_fields
+        for key, below in value.items():
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+                raise _error(source, (*at, str(key)), f"unknown key; the nearest known key is {near[0]}")
+            section = _section_of(known[key].annotation)
+            if section is not None and isinstance(below, dict):
+                visit(section, below, (*at, key))
+
+    visit(Job, source.value, ())
+
+
+def _section_of(annotation: object) -> type[BaseModel] | None:
+    """The section that a field holds; a field that may be a section or a plain value is checked by the models."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    sections = [part for part in get_args(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
+    return sections[0] if len(sections) == 1 and type(None) in get_args(annotation) else None
+
+
+def _error(source: JobSource, location: Location, text: str) -> JobError:
+    """`location` may hold names that pydantic added (tags of unions); those are no keys of the file."""
+    keys: list[str | int] = []
+    value: Any = source.value
+    for depth, part in enumerate(location):
+        present = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
+        if present:
+            keys.append(part)
+            value = value[part]
+        elif depth == len(location) - 1 and text == "is missing" and isinstance(value, dict):
+            keys.append(part)
+    name = ".".join(str(key) for key in keys)
+    return JobError(f"{source.origin(tuple(keys))}: {name + ': ' if name else ''}{text}")
+
+
+def _check_template(source: JobSource, *, key: str, text: str | None) -> None:
+    if text is None:
+        return
+    try:
+        compile_template(text)
+    except TemplateSyntaxError as error:
+        message = f"not a valid template, at its line {error.lineno}: {error.message}"
+        raise _error(source, ("prompt", key), message) from None

@@ -1,0 +1,177 @@
+"""The decoder of the Llama family over paged KV: one forward pass for any mix of prefill and decode rows.
+
+Per layer: RMSNorm, fused QKV, RoPE with KV write, attention over the plan's work items, output projection; RMSNorm,
+fused gate-up, SiLU product, down projection. The residual stream is one tensor that both projections add into. All operations
+come from one `Kernels`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batchllm.errors import ModelError
+from batchllm.kernels.attention import AttentionPlan
+from batchllm.models.config import ModelConfig
+from batchllm.models.fingerprint import model_fingerprint
+from batchllm.models.gguf_config import gguf_config
+from batchllm.models.gguf_file import read_gguf
+from batchllm.models.gguf_weights import GgufWeights
+from batchllm.models.huggingface_config import huggingface_config
+from batchllm.models.rope_table import rope_table
+from batchllm.models.safetensors_weights import SafetensorsWeights
+from batchllm.models.source import ModelSource
+from batchllm.models.weights import Weights
+from batchllm.ops import Kernels
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's weights; the four products in the backend's packed form."""
+
+    attn_norm: torch.Tensor
+    qkv: Any
+    output: Any
+    mlp_norm: torch.Tensor
+    gate_up: Any
+    down: Any
+
+
+class Decoder:
+    """A loaded model. Owns its weights; the KV pool belongs to the caller. Stateless between calls.
+
+    `fingerprint` names the weights (see `model_fingerprint`); `dtype` is that of weights, activations and hidden rows.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+        fingerprint: str,
+    ) -> None:
+        def load(name: str) -> torch.Tensor:
+            return weights.read(name, dtype).to(device)
+
+        def pack(*names: str, biases: tuple[str, ...] = ()) -> Any:
+            bias = torch.cat([load(name) for name in biases]) if biases else None
+            return kernels.pack_linear(load(names[0]) if len(names) == 1 else torch.cat([load(n) for n in names]), bias)
+
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.kernels = kernels
+        self.fingerprint = fingerprint
+        self._scale = config.head_dim**-0.5
+        self._embed = load("embed")
+        self._head = kernels.pack_linear(self._embed) if config.tied_embeddings else pack("lm_head")
+        self._final_norm = load("final_norm")
+        self._cos_sin = rope_table(config, num_positions=config.max_context, device=device)
+        self._layers: list[_Layer] = []
+        for number in range(config.num_layers):
+            prefix = f"layers.{number}."
+            biases = tuple(prefix + part for part in ("q_bias", "k_bias", "v_bias")) if config.qkv_bias else ()
+            self._layers.append(
+                _Layer(
+                    attn_norm=load(prefix + "attn_norm"),
+                    qkv=pack(prefix + "q", prefix + "k", prefix + "v", biases=biases),
+                    output=pack(prefix + "o"),
+                    mlp_norm=load(prefix + "mlp_norm"),
+                    gate_up=kernels.pack_linear_gated(torch.cat([load(prefix + "gate"), load(prefix + "up")])),
+                    down=pack(prefix + "down"),
+                )
+            )
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token takes over all layers."""
+        config = self.config
+        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+
+    @torch.no_grad()
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        plan: AttentionPlan,
+        kv: torch.Tensor,
+        sample_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """The final-normed hidden rows `sample_rows` int64 [num_samples] -> [num_samples, hidden_size], in `dtype`.
+
+        `token_ids` int64 [num_rows], each below the vocabulary size; `positions` int32 and `slots` int64 [num_rows], as
+        in `rope_write_kv`; `kv` is the block pool as in `attention`, and takes the rows' keys and values.
+        What follows the last layer's attention is computed for the sampled rows only.
+        """
+        kernels, config, eps = self.kernels, self.config, self.config.rms_eps
+        residual = self._embed[token_ids]
+        last = config.num_layers - 1
+        for number, layer in enumerate(self._layers):
+            query = kernels.linear_rope_write_kv(
+                kernels.rms_norm(residual, layer.attn_norm, eps=eps),
+                layer.qkv,
+                self._cos_sin,
+                kv,
+                layer=number,
+                positions=positions,
+                slots=slots,
+                num_heads=config.num_heads,
+            )
+            if number == last and sample_rows.numel() == 0:
+                return residual[:0]
+            attended = kernels.attention(query, kv, layer=number, plan=plan, scale=self._scale).flatten(1)
+            if number == last:
+                attended, residual = attended[sample_rows], residual[sample_rows]
+            kernels.linear_add(attended, layer.output, residual)
+            hidden = kernels.rms_norm(residual, layer.mlp_norm, eps=eps)
+            kernels.linear_add(kernels.linear_silu_mul(hidden, layer.gate_up), layer.down, residual)
+        return kernels.rms_norm(residual, self._final_norm, eps=eps)
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [num_rows, vocab_size] of rows that `forward` gave."""
+        return self.kernels.linear(hidden, self._head).float()
+
+    @torch.no_grad()
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        """int64 [num_rows]: each row's likeliest token, the lowest id among equals; keeps no logits."""
+        return self.kernels.linear_argmax(hidden, self._head)
+
+
+def load_decoder(source: ModelSource, *, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> Decoder:
+    """Reads config and weights, one tensor at a time. Raises ModelError that names what is wrong with which file."""
+    if source.kind == "gguf":
+        file = read_gguf(source.path)
+        config = gguf_config(file)
+        weights: Weights = GgufWeights(file, config)
+    else:
+        config = huggingface_config(source.path)
+        weights = SafetensorsWeights(source.path, config)
+    return Decoder(config, weights, dtype=dtype, device=device, kernels=kernels, fingerprint=model_fingerprint(source))
+
+
+def dtype_for(name: str, device: torch.device) -> torch.dtype:
+    """The torch dtype that a job's `dtype` names: `bf16`, `fp32`, or `auto`."""
+    if name == "auto":
+        return auto_dtype(device)
+    if name not in _DTYPES:
+        raise ModelError(f"dtype {name!r} is not known; auto, bf16 and fp32 are")
+    return _DTYPES[name]
+
+
+def auto_dtype(device: torch.device) -> torch.dtype:
+    """bf16 where `device` multiplies it in hardware (a GPU that can, AVX512-BF16, AMX, Arm's bf16), else fp32."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    cpu_info = Path("/proc/cpuinfo")
+    flags = set(cpu_info.read_text().split()) if cpu_info.exists() else set()
+    return torch.bfloat16 if flags & {"amx_bf16", "avx512_bf16", "bf16"} else torch.float32

@@ -1,0 +1,114 @@
+"""`Tokenizer`: text to ids and ids to bytes, the same for every source. Adds no BOS or EOS and loses no byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from batchllm.errors import ModelError
+from batchllm.models.declared_tokens import DeclaredTokens
+from batchllm.models.gguf_tokenizer import gguf_tokenizer
+from batchllm.models.huggingface_tokenizer import huggingface_tokenizer
+from batchllm.models.source import ModelSource
+from batchllm.models.token_bytes import strips_leading_space, token_bytes
+
+
+class Tokenizer:
+    """A `tokenizers` pipeline, the table of each token's bytes, and what the model declares about its special tokens.
+
+    `token_bytes` [vocab_size]: the bytes that each id stands for, b"" for control tokens and for ids that are no token.
+    A completion's text is their concatenation, so ids can be cut anywhere and the bytes decoded as UTF-8 later.
+    `special_tokens`: control tokens by their text. `eos_ids`: the union of all that the model declares.
+    `strips_leading_space`: encoding puts a space before a text (SentencePiece style), and `decode` takes it off again.
+    `bos_token`, `eos_token`: their text, for chat templates.
+    """
+
+    def __init__(self, pipeline: tokenizers.Tokenizer, declared: DeclaredTokens) -> None:
+        # A tokenizer.json may carry padding and truncation from training, which would change prompts.
+        pipeline.no_padding()
+        pipeline.no_truncation()
+        description = json.loads(pipeline.to_str())
+        vocabulary = pipeline.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(declared.vocab_size, max(vocabulary.values(), default=-1) + 1)
+        self.bos_id = declared.bos_id
+        self.add_bos = declared.add_bos
+        self.eos_ids = declared.eos_ids
+        self.chat_template = declared.chat_template
+        declared_ids = set(declared.eos_ids) | ({declared.bos_id} if declared.bos_id is not None else set())
+        for token_id in declared_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise ModelError(
+                    f"tokenizer: BOS or EOS id {token_id} lies outside the vocabulary of {self.vocab_size}"
+                )
+        added = pipeline.get_added_tokens_decoder()
+        self.special_tokens: dict[str, int] = {
+            token.content: token_id
+            for token_id, token in sorted(added.items())
+            if token.special or token_id in declared_ids
+        }
+        self.bos_token = None if self.bos_id is None else pipeline.id_to_token(self.bos_id)
+        self.eos_token = None if declared.eos_id is None else pipeline.id_to_token(declared.eos_id)
+        self.strips_leading_space = strips_leading_space(description)
+        self.token_bytes: list[bytes] = token_bytes(description, vocabulary, vocab_size=self.vocab_size)
+        for token_id in self.special_tokens.values():
+            self.token_bytes[token_id] = b""
+        self._with_special = pipeline
+        self._without_special = _without_special(description, self.special_tokens)
+        # The unknown token is what a vocabulary without bytes gives for a strange character: no control.
+        unknown = description["model"].get("unk_token")
+        self._control = {i: text for text, i in self.special_tokens.items() if text != unknown}
+
+    def encode_batch(self, texts: Sequence[str], *, allow_special: bool = True) -> list[np.ndarray]:
+        """int32 [num_tokens] for each text, on all cores; no token is added. The texts must be valid Unicode.
+
+        With `allow_special` the text of a control token becomes that token, as chat templates need. Without it such
+        text is tokenised like any other, so that data cannot act as control.
+        """
+        pipeline = self._with_special if allow_special else self._without_special
+        encoded = pipeline.encode_batch_fast(list(texts), add_special_tokens=False)
+        if allow_special:
+            return [np.array(encoding.ids, dtype=np.int32) for encoding in encoded]
+        return [np.array(self._spelled_out(encoding.ids), dtype=np.int32) for encoding in encoded]
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The exact bytes of a text; control tokens are skipped. May end in half a character."""
+        data = b"".join([self.token_bytes[token_id] for token_id in ids])
+        return data.removeprefix(b" ") if self.strips_leading_space else data
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text, no space tidied away. Bytes that are no UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def _spelled_out(self, ids: list[int]) -> list[int]:
+        """`ids`, with a control token that ordinary merges happen to give replaced by the tokens of its characters."""
+        if self._control.keys().isdisjoint(ids):
+            return ids
+        plain: list[int] = []
+        for token_id in ids:
+            if token_id in self._control:
+                characters = self._without_special.encode_batch_fast(
+                    list(self._control[token_id]), add_special_tokens=False
+                )
+                plain.extend(i for encoding in characters for i in encoding.ids if i not in self._control)
+            else:
+                plain.append(token_id)
+        return plain
+
+
+def load_tokenizer(source: ModelSource) -> Tokenizer:
+    """The model's tokenizer. Raises ModelError that names the setting it cannot reproduce."""
+    if source.kind == "gguf":
+        return Tokenizer(*gguf_tokenizer(source.path))
+    return Tokenizer(*huggingface_tokenizer(source.path))
+
+
+def _without_special(description: dict[str, Any], special_tokens: dict[str, int]) -> tokenizers.Tokenizer:
+    """A second pipeline that sees no control token in a text. The switch is the pipeline's, not the call's."""
+    added = [{**token, "special": token["content"] in special_tokens} for token in description["added_tokens"]]
+    pipeline = tokenizers.Tokenizer.from_str(json.dumps({**description, "added_tokens": added}))
+    pipeline.encode_special_tokens = True
+    return pipeline

@@ -1,0 +1,361 @@
+"""One execution of a job: from the job file to written completions and a summary. Resumable at any moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchllm import __version__
+from batchllm.data.inputs import Input, open_input
+from batchllm.data.outputs import OutputFolder, OutputWriter, make_fingerprint
+from batchllm.data.prompts import Staging, stage_prompts
+from batchllm.data.results import query
+from batchllm.data.schema import completion_schema
+from batchllm.engine.engine import Engine, kv_shape
+from batchllm.engine.metrics import RunMetrics
+from batchllm.engine.sizing import most_blocks, size_engine
+from batchllm.engine.tier_report import TierReport, report_tiers
+from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
+from batchllm.engine.transfer import TierSetup
+from batchllm.errors import JobError, StoppedError
+from batchllm.job import Job
+from batchllm.models.decoder import Decoder, dtype_for, load_decoder
+from batchllm.models.fingerprint import model_fingerprint
+from batchllm.models.registry import resolve_model
+from batchllm.models.source import read_config
+from batchllm.models.tokenizer import Tokenizer, load_tokenizer
+from batchllm.ops import select_kernels
+from batchllm.plan.plan import Plan, make_plan
+from batchllm.plan.store import PromptStore
+from batchllm.prompt import Completion
+from batchllm.storage.keys import KeyScope
+
+_RATE_WINDOW_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A run under way. Rates over the last seconds; `eta_s` None until there is something to go by."""
+
+    rows_total: int
+    rows_before: int
+    rows_done: int
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    kv_share: float
+    eta_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Observer:
+    """Who watches a run: `note` gets a line at each stage, `progress` the state after each step, `should_stop` is asked often."""
+
+    note: Callable[[str], None] = lambda line: None
+    progress: Callable[[Progress], None] = lambda progress: None
+    should_stop: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What happened. Rows are input rows; tokens, rates and times are of this run only.
+
+    `num_rows` of the input (or of `--limit`), `rows_before` answered by earlier runs, `rows_completed` and `rows_failed` of all that are
+    answered now. `unique_prompt_tokens`: the fewest that had to be computed; `computed_prompt_tokens`: those that were.
+    """
+
+    name: str
+    run_id: str
+    output: Path
+    finished: bool
+    num_rows: int
+    rows_before: int
+    rows_completed: int
+    rows_failed: int
+    wall_s: float
+    load_s: float
+    prompt_tokens: int
+    unique_prompt_tokens: int
+    computed_prompt_tokens: int
+    cached_prompt_tokens: int
+    completion_tokens: int
+    output_tokens_per_s: float
+    num_steps: int
+    preemptions: int
+    recomputed_tokens: int
+    kv_peak_share: float
+    kv_waste_share: float
+    device: str
+    dtype: str
+    kernels: str
+    model: str
+    tiers: TierReport | None
+
+    @property
+    def exit_code(self) -> int:
+        """0: every row completed; 3: some carry errors; 130: stopped before the end."""
+        if not self.finished:
+            return StoppedError.exit_code
+        return 3 if self.rows_failed else 0
+
+
+def run_job(job: Job, *, limit: int | None = None, observer: Observer | None = None) -> RunSummary:
+    """Runs what is left of `job` and returns what happened.
+
+    Raises JobError, InputError, ModelError or OutputError where the job cannot run, RunLockedError where another run is at it.
+    """
+    observer = observer or Observer()
+    started_at = time.monotonic()
+    with OutputFolder(job.output.path) as output:
+        return _Run(job, limit=limit, observer=observer, output=output, started_at=started_at).execute()
+
+
+class _Run:
+    """The stages of one run, in order; owns nothing that outlives `execute`."""
+
+    def __init__(
+        self, job: Job, *, limit: int | None, observer: Observer, output: OutputFolder, started_at: float
+    ) -> None:
+        self._job = job
+        self._limit = limit
+        self._observer = observer
+        self._output = output
+        self._started_at = started_at
+        self._device = _device(job.engine.device)
+        self._dtype = dtype_for(job.engine.dtype, self._device)
+        self._metrics = RunMetrics()
+        self._tiers: TierReport | None = None
+        self._unique_prompt_tokens = 0
+        self._load_s = 0.0
+        self._rows_before = 0
+        self._rows_done = 0
+
+    def execute(self) -> RunSummary:
+        job, observer = self._job, self._observer
+        source_rows = open_input(job, spool_folder=self._output.staging, limit=self._limit)
+        source = resolve_model(job.model, base_folder=job.folder, say=observer.note)
+        fingerprint = make_fingerprint(
+            job=job.fingerprint_parts(),
+            input=source_rows.fingerprint,
+            model=model_fingerprint(source),
+            version=__version__,
+        )
+        done = self._output.resume(fingerprint=fingerprint, num_rows=source_rows.table.num_rows)
+        done = done[: source_rows.num_rows]
+        self._rows_before = self._rows_done = int(done.sum())
+        if self._rows_before:
+            observer.note(f"{self._rows_before} of {source_rows.num_rows} rows are done already")
+        finished = True
+        if not done.all():
+            tokenizer = load_tokenizer(source)
+            staging = Staging.create(self._output.staging, input=source_rows, done=done)
+            schema = completion_schema(
+                list(source_rows.carried),
+                with_token_ids=job.output.token_ids,
+                with_logprobs=job.sampling.logprobs is not None,
+            )
+            writer = OutputWriter(self._output, schema=schema, kept=staging.kept, model=source.name)
+            try:
+                finished = self._stage_and_run(source_rows, source, tokenizer, staging, writer)
+            finally:
+                # What is complete is written even when the run fails: nothing that was computed is lost.
+                try:
+                    writer.close()
+                finally:
+                    staging.close()
+        return self._summary(source_rows, source.name, finished)
+
+    def _stage_and_run(
+        self, rows: Input, source: Any, tokenizer: Tokenizer, staging: Staging, writer: OutputWriter
+    ) -> bool:
+        job, observer = self._job, self._observer
+        context = read_config(source).max_context
+        for error in stage_prompts(job, input=rows, tokenizer=tokenizer, staging=staging, max_context=context):
+            writer.add_error(error.row_index, error.message)
+            self._rows_done += 1
+            if observer.should_stop():
+                return False
+        store = staging.store
+        if store.num_prompts == 0:
+            return True
+        plan = make_plan(
+            store,
+            prefix_sharing=job.engine.prefix_sharing,
+            keep_order=job.engine.order == "input",
+            max_model_tokens=context,
+        )
+        self._unique_prompt_tokens = plan.unique_prompt_tokens
+        observer.note(
+            f"{store.num_prompts} prompts, {plan.total_prompt_tokens} prompt tokens, "
+            f"{plan.unique_prompt_tokens} to compute ({plan.reuse_ceiling:.0%} shared)"
+        )
+        if observer.should_stop():
+            return False
+        decoder = self._load(source)
+        engine = self._engine(decoder, tokenizer, store, plan)
+        self._metrics = engine.metrics
+        samples = _samples_by_row(store)
+        missing = dict(samples)
+        tracker = _ProgressTracker(plan, rows_total=rows.num_rows, rows_before=self._rows_before)
+
+        def deliver(completions: list[Completion]) -> None:
+            for completion in completions:
+                row = completion.row_index
+                writer.add(completion, num_samples=samples.get(row, 1))
+                if row in missing:
+                    missing[row] -= 1
+                self._rows_done += missing.get(row, 0) == 0
+            observer.progress(tracker.advance(engine, rows_done=self._rows_done))
+
+        try:
+            return engine.run(deliver=deliver, should_stop=observer.should_stop)
+        finally:
+            engine.close()
+            if engine.mover is not None:
+                self._tiers = report_tiers(engine.mover, engine.metrics)
+
+    def _load(self, source: Any) -> Decoder:
+        load_started_at = time.monotonic()
+        decoder = load_decoder(source, dtype=self._dtype, device=self._device, kernels=select_kernels(self._device))
+        self._load_s = time.monotonic() - load_started_at
+        return decoder
+
+    def _engine(self, decoder: Decoder, tokenizer: Tokenizer, store: PromptStore, plan: Plan) -> Engine:
+        settings = self._job.engine
+        config = size_engine(
+            plan=plan,
+            shape=kv_shape(decoder),
+            device=self._device,
+            max_context=decoder.config.max_context,
+            block_size=settings.block_size,
+            max_step_tokens=settings.max_step_tokens,
+            max_sequences=settings.max_sequences,
+            kv_bytes=settings.kv.device,
+            evict_least_recent=settings.kv.policy == "lru",
+        )
+        return Engine(
+            decoder=decoder,
+            vocabulary=tokenizer,
+            store=store,
+            plan=plan,
+            config=config,
+            seed=self._job.seed,
+            started_at=self._started_at,
+            tiers=self._open_tiers(decoder, plan),
+        )
+
+    def _open_tiers(self, decoder: Decoder, plan: Plan) -> TierSetup | None:
+        settings, shape = self._job.engine, kv_shape(decoder)
+        kv, block_size = settings.kv, settings.block_size
+        if self._device.type != "cpu" and (kv.host or kv.disk):
+            raise JobError(f"engine.kv: tiers are not supported on {self._device.type} yet; leave host and disk out")
+        disk = None
+        if kv.disk is not None:
+            disk = DiskRequest(Path(kv.disk.path), kv.disk.size, max_age_s=kv.disk.max_age_days * 86400)
+        request = TierRequest(host_bytes=kv.host, disk=disk, policy=kv.policy, persist=kv.persist)
+        layout = f"block-major {shape.num_layers}x2x{shape.num_kv_heads}x{block_size}x{shape.head_dim}"
+        # The bits of keys and values depend on the kernels too.
+        scope = KeyScope(
+            model=decoder.fingerprint.encode(), layout=f"{layout} {decoder.kernels.name}", dtype=str(decoder.dtype)
+        )
+        return open_tiers(
+            request,
+            scope=scope,
+            block_bytes=shape.block_bytes(block_size),
+            block_size=block_size,
+            most_blocks=most_blocks(plan, max_context=decoder.config.max_context, block_size=block_size),
+        )
+
+    def _summary(self, rows: Input, model: str, finished: bool) -> RunSummary:
+        metrics = self._metrics
+        counts = query(
+            "select count(distinct row_index) filter (error is null) as completed, "
+            "count(distinct row_index) filter (error is not null) as failed from completions",
+            self._output.path,
+        ).to_pylist()[0]
+        engine_s = metrics.schedule_s + metrics.model_s + metrics.sample_s
+        return RunSummary(
+            name=self._job.name,
+            run_id=self._output.run_id,
+            output=self._output.path,
+            finished=finished,
+            num_rows=rows.num_rows,
+            rows_before=self._rows_before,
+            rows_completed=counts["completed"],
+            rows_failed=counts["failed"],
+            wall_s=time.monotonic() - self._started_at,
+            load_s=self._load_s,
+            prompt_tokens=metrics.prompt_tokens,
+            unique_prompt_tokens=self._unique_prompt_tokens,
+            computed_prompt_tokens=metrics.computed_prompt_tokens,
+            cached_prompt_tokens=metrics.cached_prompt_tokens,
+            completion_tokens=metrics.completion_tokens,
+            output_tokens_per_s=metrics.completion_tokens / engine_s if engine_s else 0.0,
+            num_steps=metrics.num_steps,
+            preemptions=metrics.preemptions,
+            recomputed_tokens=metrics.recomputed_tokens,
+            kv_peak_share=metrics.peak_used_blocks / metrics.num_blocks if metrics.num_blocks else 0.0,
+            kv_waste_share=metrics.num_unfilled_slots / metrics.num_allocated_slots
+            if metrics.num_allocated_slots
+            else 0.0,
+            device=str(self._device),
+            dtype=str(self._dtype).removeprefix("torch."),
+            kernels=select_kernels(self._device).name,
+            model=model,
+            tiers=self._tiers,
+        )
+
+
+class _ProgressTracker:
+    """Rates over a sliding window, and the time that is left by the share of tokens that are done."""
+
+    def __init__(self, plan: Plan, *, rows_total: int, rows_before: int) -> None:
+        self._rows_total = rows_total
+        self._rows_before = rows_before
+        self._expected_tokens = plan.unique_prompt_tokens + int(plan.decode_tokens.sum())
+        self._started_at = time.monotonic()
+        self._window: list[tuple[float, int, int]] = [(self._started_at, 0, 0)]
+
+    def advance(self, engine: Engine, *, rows_done: int) -> Progress:
+        metrics, now = engine.metrics, time.monotonic()
+        prompt_tokens, output_tokens = metrics.computed_prompt_tokens, metrics.generated_tokens
+        if now - self._window[-1][0] > _RATE_WINDOW_S / 20:
+            self._window.append((now, prompt_tokens, output_tokens))
+        while len(self._window) > 2 and now - self._window[1][0] > _RATE_WINDOW_S:
+            self._window.pop(0)
+        since, prompt_then, output_then = self._window[0]
+        seconds = max(now - since, 1e-6)
+        share = (prompt_tokens + output_tokens) / max(self._expected_tokens, 1)
+        rows_share = (rows_done - self._rows_before) / max(self._rows_total - self._rows_before, 1)
+        # Rows that stop early make the tokens that were expected too many; then rows tell better.
+        share = min(max(share, rows_share), 1.0)
+        elapsed = now - self._started_at
+        return Progress(
+            rows_total=self._rows_total,
+            rows_before=self._rows_before,
+            rows_done=rows_done,
+            prompt_tokens_per_s=(prompt_tokens - prompt_then) / seconds,
+            output_tokens_per_s=(output_tokens - output_then) / seconds,
+            kv_share=engine.scheduler.pool.num_used / engine.scheduler.pool.num_blocks,
+            eta_s=elapsed * (1 - share) / share if share > 0.01 else None,
+        )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise JobError("engine.device: cuda is asked for, but torch finds no CUDA device; use auto or cpu")
+    return torch.device(name)
+
+
+def _samples_by_row(store: PromptStore) -> dict[int, int]:
+    """Rows with more than one sample, and how many they have."""
+    counts = np.array([params.n for params in store.sampling], dtype=np.int64)[store.sampling_id]
+    several = counts > 1
+    return dict(zip(store.row_index[several].tolist(), counts[several].tolist(), strict=True))
