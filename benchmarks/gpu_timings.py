@@ -56,11 +56,11 @@ class Timing:
         return self.floor_s / self.kernel_s
 
 
-def measure(run: Callable[[], object]) -> float:
+def measure(run: Callable[[], object], *, num_runs: int = NUM_RUNS) -> float:
     """Median seconds of one call on the device."""
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     times = []
-    for number in range(NUM_RUNS + 3):
+    for number in range(num_runs + 3):
         flush.zero_()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -104,7 +104,12 @@ def time_cases(rates: Rates) -> list[Timing]:
 
 
 def attention_case(
-    name: str, shape: AttentionShape, *, flops: float = 0.0, kv_dtype: torch.dtype = torch.bfloat16
+    name: str,
+    shape: AttentionShape,
+    *,
+    flops: float = 0.0,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
 ) -> Case:
     """Sequences over random blocks; torch's own reads the same keys and values laid out whole, which a pool has not."""
     num_sequences, shared = len(shape.kv_lengths), shape.shared_length // BLOCK_SIZE
@@ -114,20 +119,22 @@ def attention_case(
     order = torch.randperm(num_blocks).to(torch.int32)
     tails = order[shared:].view(num_sequences, blocks_each - shared)
     table = torch.cat([order[:shared].expand(num_sequences, shared), tails], dim=1)
-    kv = torch.randn(num_blocks, 1, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16, device="cuda").to(kv_dtype)
-    kv_scale = torch.ones(1, 2, KV_HEADS, device="cuda") if kv_dtype == FP8_DTYPE else None
-    query = torch.randn(num_sequences * num_rows, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    kv = torch.randn(num_blocks, 1, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim, dtype=dtype, device="cuda")
+    if kv_dtype is not None:
+        kv = kv.to(kv_dtype)
+    kv_scale = torch.ones(1, 2, shape.num_kv_heads, device="cuda") if kv_dtype == FP8_DTYPE else None
+    query = torch.randn(num_sequences * num_rows, shape.num_heads, shape.head_dim, dtype=dtype, device="cuda")
     plan = attention_plan(shape, table=table, device=torch.device("cuda"))
-    dense_query = query.view(num_sequences, num_rows, HEADS, HEAD_DIM).transpose(1, 2).contiguous()
-    keys, values = torch.randn(2, num_sequences, KV_HEADS, length, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    scale = HEAD_DIM**-0.5
+    dense_query = query.view(num_sequences, num_rows, shape.num_heads, shape.head_dim).transpose(1, 2).contiguous()
+    keys, values = torch.randn(2, num_sequences, shape.num_kv_heads, length, shape.head_dim, dtype=dtype, device="cuda")
+    scale = shape.head_dim**-0.5
     return Case(
         name=name,
         run=lambda: attention_triton.attention_triton(query, kv, layer=0, plan=plan, scale=scale, kv_scale=kv_scale),
         torch_run=lambda: F.scaled_dot_product_attention(
             dense_query, keys, values, is_causal=num_rows == length, enable_gqa=True
         ),
-        moved_bytes=kv.numel() * kv.element_size() + 2 * query.numel() * 2,
+        moved_bytes=kv.numel() * kv.element_size() + 2 * query.numel() * query.element_size(),
         flops=flops,
     )
 
