@@ -1,9 +1,10 @@
 """Checks every Triton kernel against float64, then times it beside its floor and beside torch's own. One command:
 
     python benchmarks/gpu.py                the checks, the timings; JSON under benchmarks/results/
+    python benchmarks/gpu.py --engine       as well the whole engine with random weights (gpu_engine.py)
     python benchmarks/gpu.py --interpret    the checks alone, at small shapes in Triton's interpreter; needs no GPU
 
-Needs this tree, torch and triton. Timings are not reported while a check fails. Exit code 1 for a failed check, or
+Needs this tree, torch and triton; the engine what it imports besides. Timings are not reported while a check fails. Exit code 1 for a failed check, or
 where there is no GPU.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import sys
@@ -32,6 +34,7 @@ import kernel_cases as cases  # noqa: E402
 import torch  # noqa: E402
 from attention_cases import AttentionShape  # noqa: E402
 
+from batchllm import ops  # noqa: E402
 from batchllm.kernels import launch  # noqa: E402
 from batchllm.kernels.attention import CHUNK  # noqa: E402
 from batchllm.kernels.floats import FP8_DTYPE  # noqa: E402
@@ -91,7 +94,30 @@ def row_bits(head_dim: int, dtype: torch.dtype, device: torch.device, *, small: 
     return 0.0 if all(torch.equal(result, results[0]) for result in results) else float("inf")
 
 
-def report(device: torch.device, results: list[Check]) -> int:
+def engine_check(device: torch.device) -> Check:
+    """0 where a small float32 model gives the reference's tokens with the Triton kernels, else infinite."""
+    import gpu_engine
+
+    got = gpu_engine.tiny_answers(ops.TRITON, device)
+    expected = gpu_engine.tiny_answers(ops.REFERENCE, torch.device("cpu"))
+    return Check("engine, tokens of a tiny float32 model", 0.0 if got == expected else float("inf"))
+
+
+def engine_results() -> list[dict[str, object]]:
+    import gpu_engine
+
+    print(f"\n{'engine':<44}{'tokens':>10}{'s':>10}{'tokens/s':>10}")
+    results = []
+    for result in gpu_engine.run_models(ops.TRITON):
+        print(
+            f"{result.name:<44}{result.output_tokens:>10}{result.seconds:>10.1f}{result.tokens_per_s:>10.0f}",
+            flush=True,
+        )
+        results.append(asdict(result) | {"tokens_per_s": result.tokens_per_s})
+    return results
+
+
+def report(device: torch.device, results: list[Check], *, with_engine: bool) -> int:
     """Times the kernels, prints the table and writes the JSON."""
     rates = gpu_timings.measure_rates()
     timings = gpu_timings.time_cases(rates)
@@ -114,6 +140,7 @@ def report(device: torch.device, results: list[Check]) -> int:
         "triton": launch.triton.__version__,
         "rates": asdict(rates),
         "checks": [asdict(check) for check in results],
+        "engine": engine_results() if with_engine else None,
         "timings": [asdict(timing) | {"share": timing.share} for timing in timings],
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -128,14 +155,17 @@ def main() -> int:
     parser.add_argument(
         "--interpret", action="store_true", help="check small shapes in Triton's interpreter, no timings"
     )
-    small = parser.parse_args().interpret
+    parser.add_argument("--engine", action="store_true", help="the engine too, with random weights")
+    arguments = parser.parse_args()
+    small = arguments.interpret
     device = torch.device("cpu" if small else "cuda")
     if launch.triton is None or (not small and not torch.cuda.is_available()):
         missing = "triton is not installed" if launch.triton is None else "no CUDA device here"
         print(f"gpu.py: {missing}; nothing was measured", file=sys.stderr)
         return 1
     results = []
-    for check in checks(device, small=small):
+    engine_checks = [engine_check(device)] if arguments.engine else []
+    for check in itertools.chain(checks(device, small=small), engine_checks):
         results.append(check)
         print(
             f"{'ok' if check.passed else 'WRONG':<6}{check.name:<44}{check.error_share:>8.3f} of the tolerance",
@@ -145,7 +175,7 @@ def main() -> int:
     if num_wrong:
         print(f"gpu.py: {num_wrong} of {len(results)} checks failed; no timings", file=sys.stderr)
         return 1
-    return 0 if small else report(device, results)
+    return 0 if small else report(device, results, with_engine=arguments.engine)
 
 
 if __name__ == "__main__":

@@ -90,11 +90,12 @@ def test_scripts_end_with_one_line_where_there_is_no_gpu(script: str) -> None:
     assert "nothing was measured" in done.stderr
 
 
-def test_gpu_checks_pass_in_the_interpreter() -> None:
+def test_gpu_checks_and_the_engine_pass_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="needs triton")
-    command = [sys.executable, "benchmarks/gpu.py", "--interpret"]
+    command = [sys.executable, "benchmarks/gpu.py", "--interpret", "--engine"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) > 40
+    assert "engine, tokens of a tiny float32 model" in lines[-1]
     assert all(line.startswith("ok ") for line in lines)
