@@ -49,6 +49,21 @@ class PackLinear(Protocol):
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any: ...
 
 
+class LinearRopeWriteKv(Protocol):
+    def __call__(
+        self,
+        x: torch.Tensor,
+        packed: Any,
+        cos_sin: torch.Tensor,
+        kv: torch.Tensor,
+        *,
+        layer: int,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        num_heads: int,
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """One backend's operations. Signatures and meaning: the reference functions in `kernels/`."""
@@ -61,6 +76,10 @@ class Kernels:
     pack_linear: PackLinear
     linear: Callable[[torch.Tensor, Any], torch.Tensor]
     linear_argmax: Callable[[torch.Tensor, Any], torch.Tensor]
+    linear_add: Callable[[torch.Tensor, Any, torch.Tensor], None]
+    pack_linear_gated: PackLinear
+    linear_silu_mul: Callable[[torch.Tensor, Any], torch.Tensor]
+    linear_rope_write_kv: LinearRopeWriteKv
     gather_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     scatter_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -76,6 +95,10 @@ REFERENCE = Kernels(
     pack_linear=linear.pack_linear,
     linear=linear.linear,
     linear_argmax=linear.linear_argmax,
+    linear_add=linear.linear_add,
+    pack_linear_gated=linear.pack_linear_gated,
+    linear_silu_mul=linear.linear_silu_mul,
+    linear_rope_write_kv=linear.linear_rope_write_kv,
     gather_blocks=blocks.gather_blocks,
     scatter_blocks=blocks.scatter_blocks,
     copy_blocks=blocks.copy_blocks,
@@ -90,6 +113,10 @@ TRITON = Kernels(
     pack_linear=linear.pack_linear,
     linear=linear.linear_triton,
     linear_argmax=linear.linear_argmax_triton,
+    linear_add=linear.linear_add_triton,
+    pack_linear_gated=linear.pack_linear_gated,
+    linear_silu_mul=linear.linear_silu_mul_triton,
+    linear_rope_write_kv=linear.linear_rope_write_kv_triton,
     gather_blocks=blocks.gather_blocks_triton,
     scatter_blocks=blocks.scatter_blocks_triton,
     copy_blocks=blocks.copy_blocks_triton,
@@ -111,6 +138,10 @@ def native_kernels() -> Kernels | str:
         pack_linear=native.pack_linear,
         linear=native.linear,
         linear_argmax=native.linear_argmax,
+        linear_add=native.linear_add,
+        pack_linear_gated=native.pack_linear_gated,
+        linear_silu_mul=native.linear_silu_mul,
+        linear_rope_write_kv=native.linear_rope_write_kv,
         gather_blocks=native.gather_blocks,
         scatter_blocks=native.scatter_blocks,
         copy_blocks=native.copy_blocks,

@@ -19,7 +19,10 @@ from batchllm.data.results import query
 from batchllm.data.schema import completion_schema
 from batchllm.engine.engine import Engine, kv_shape
 from batchllm.engine.metrics import RunMetrics
-from batchllm.engine.sizing import size_engine
+from batchllm.engine.sizing import most_blocks, size_engine
+from batchllm.engine.tier_report import TierReport, report_tiers
+from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
+from batchllm.engine.transfer import TierSetup
 from batchllm.errors import JobError, StoppedError
 from batchllm.job import Job
 from batchllm.models.decoder import Decoder, dtype_for, load_decoder
@@ -31,6 +34,7 @@ from batchllm.ops import select_kernels
 from batchllm.plan.plan import Plan, make_plan
 from batchllm.plan.store import PromptStore
 from batchllm.prompt import Completion
+from batchllm.storage.keys import KeyScope
 
 _RATE_WINDOW_S = 10.0
 
@@ -90,6 +94,7 @@ class RunSummary:
     dtype: str
     kernels: str
     model: str
+    tiers: TierReport | None
 
     @property
     def exit_code(self) -> int:
@@ -124,6 +129,7 @@ class _Run:
         self._device = _device(job.engine.device)
         self._dtype = dtype_for(job.engine.dtype, self._device)
         self._metrics = RunMetrics()
+        self._tiers: TierReport | None = None
         self._unique_prompt_tokens = 0
         self._load_s = 0.0
         self._rows_before = 0
@@ -177,7 +183,12 @@ class _Run:
         store = staging.store
         if store.num_prompts == 0:
             return True
-        plan = make_plan(store, prefix_sharing=job.engine.prefix_sharing, max_model_tokens=context)
+        plan = make_plan(
+            store,
+            prefix_sharing=job.engine.prefix_sharing,
+            keep_order=job.engine.order == "input",
+            max_model_tokens=context,
+        )
         self._unique_prompt_tokens = plan.unique_prompt_tokens
         observer.note(
             f"{store.num_prompts} prompts, {plan.total_prompt_tokens} prompt tokens, "
@@ -201,7 +212,12 @@ class _Run:
                 self._rows_done += missing.get(row, 0) == 0
             observer.progress(tracker.advance(engine, rows_done=self._rows_done))
 
-        return engine.run(deliver=deliver, should_stop=observer.should_stop)
+        try:
+            return engine.run(deliver=deliver, should_stop=observer.should_stop)
+        finally:
+            engine.close()
+            if engine.mover is not None:
+                self._tiers = report_tiers(engine.mover, engine.metrics)
 
     def _load(self, source: Any) -> Decoder:
         load_started_at = time.monotonic()
@@ -220,6 +236,7 @@ class _Run:
             max_step_tokens=settings.max_step_tokens,
             max_sequences=settings.max_sequences,
             kv_bytes=settings.kv.device,
+            evict_least_recent=settings.kv.policy == "lru",
         )
         return Engine(
             decoder=decoder,
@@ -229,6 +246,29 @@ class _Run:
             config=config,
             seed=self._job.seed,
             started_at=self._started_at,
+            tiers=self._open_tiers(decoder, plan),
+        )
+
+    def _open_tiers(self, decoder: Decoder, plan: Plan) -> TierSetup | None:
+        settings, shape = self._job.engine, kv_shape(decoder)
+        kv, block_size = settings.kv, settings.block_size
+        if self._device.type != "cpu" and (kv.host or kv.disk):
+            raise JobError(f"engine.kv: tiers are not supported on {self._device.type} yet; leave host and disk out")
+        disk = None
+        if kv.disk is not None:
+            disk = DiskRequest(Path(kv.disk.path), kv.disk.size, max_age_s=kv.disk.max_age_days * 86400)
+        request = TierRequest(host_bytes=kv.host, disk=disk, policy=kv.policy, persist=kv.persist)
+        layout = f"block-major {shape.num_layers}x2x{shape.num_kv_heads}x{block_size}x{shape.head_dim}"
+        # The bits of keys and values depend on the kernels too.
+        scope = KeyScope(
+            model=decoder.fingerprint.encode(), layout=f"{layout} {decoder.kernels.name}", dtype=str(decoder.dtype)
+        )
+        return open_tiers(
+            request,
+            scope=scope,
+            block_bytes=shape.block_bytes(block_size),
+            block_size=block_size,
+            most_blocks=most_blocks(plan, max_context=decoder.config.max_context, block_size=block_size),
         )
 
     def _summary(self, rows: Input, model: str, finished: bool) -> RunSummary:
@@ -267,6 +307,7 @@ class _Run:
             dtype=str(self._dtype).removeprefix("torch."),
             kernels=select_kernels(self._device).name,
             model=model,
+            tiers=self._tiers,
         )
 
 

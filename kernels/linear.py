@@ -20,8 +20,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from batchllm.kernels.activation import silu_mul, silu_mul_triton
 from batchllm.kernels.floats import E4M3_MAX, FP8_DTYPE, as_kernel_operand, product, widen
 from batchllm.kernels.launch import jit, launch, next_power_of_2, tl
+from batchllm.kernels.rope import rope_write_kv, rope_write_kv_triton
 from batchllm.kernels.tuning import Config, bounded_config, launch_options, num_processors
 
 
@@ -59,6 +61,11 @@ def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, d
     return PackedLinear(
         weight=rounded.contiguous(), bias=bias, out_size=weight.shape[0], in_size=weight.shape[1], scale=scale
     )
+
+
+def pack_linear_gated(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    """As `pack_linear`, for `linear_silu_mul` alone: the rows of the gate [size, in_size], then those of up."""
+    return pack_linear(weight, bias)
 
 
 def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
@@ -318,3 +325,57 @@ def _config(x: torch.Tensor, packed: PackedLinear) -> Config:
     any weight."""
     kind = {torch.int8: "int8", FP8_DTYPE: "fp8"}.get(packed.weight.dtype, "half")
     return bounded_config("linear", "float" if x.dtype == torch.float32 else kind, x.shape[0], x.device)
+
+
+def linear_add(x: torch.Tensor, packed: PackedLinear, residual: torch.Tensor) -> None:
+    """Adds y **in place** into `residual` [num_rows, out_size]."""
+    residual += linear(x, packed)
+
+
+def linear_silu_mul(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """silu(gate) * up [num_rows, out_size / 2] of the two halves of y; `packed` by `pack_linear_gated`."""
+    return silu_mul(linear(x, packed))
+
+
+def linear_rope_write_kv(
+    x: torch.Tensor,
+    packed: PackedLinear,
+    cos_sin: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    layer: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """`rope_write_kv` of y."""
+    return rope_write_kv(
+        linear(x, packed), cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads
+    )
+
+
+def linear_add_triton(x: torch.Tensor, packed: PackedLinear, residual: torch.Tensor) -> None:
+    """`linear_add`; the sum is torch's, one pass over the rows."""
+    residual += linear_triton(x, packed)
+
+
+def linear_silu_mul_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """`linear_silu_mul`."""
+    return silu_mul_triton(linear_triton(x, packed))
+
+
+def linear_rope_write_kv_triton(
+    x: torch.Tensor,
+    packed: PackedLinear,
+    cos_sin: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    layer: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """`linear_rope_write_kv`."""
+    return rope_write_kv_triton(
+        linear_triton(x, packed), cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads
+    )
