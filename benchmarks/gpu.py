@@ -70,6 +70,9 @@ def checks(device: torch.device, *, small: bool) -> Iterator[Check]:
             for rows in (5,) if small else (5, 50, 500):
                 size = {"out_size": 70, "in_size": 100} if small else {"out_size": 5000, "in_size": 1000}
                 yield Check(f"linear {kind} {name}, {rows} rows", cases.linear_share(rows, **size, kind=kind, **where))
+                yield Check(
+                    f"linear_add {kind} {name}, {rows} rows", cases.linear_add_share(rows, **size, kind=kind, **where)
+                )
                 share = cases.linear_argmax_share(rows, **size, kind=kind, **where)
                 yield Check(f"linear_argmax {kind} {name}, {rows} rows", share)
         for head_dim in (64, 80) if small else (64, 80, 96, 128, 256):

@@ -144,6 +144,19 @@ def linear_share(
     return error_share(linear.linear_triton(x, packed), linear_answer(x, packed), dtype=dtype)
 
 
+def linear_add_share(
+    num_rows: int, *, out_size: int, in_size: int, kind: str, dtype: torch.dtype, device: torch.device
+) -> float:
+    packed = packed_weight(out_size, in_size, kind=kind, dtype=dtype, device=device, has_bias=False)
+    x, residual = (
+        torch.randn(num_rows, n, generator=torch.Generator().manual_seed(n)).to(dtype).to(device)
+        for n in (in_size, out_size)
+    )
+    answer = residual.cpu().double() + linear_answer(x, packed)
+    linear.linear_add_triton(x, packed, residual)
+    return error_share(residual, answer, dtype=dtype)
+
+
 def linear_argmax_share(
     num_rows: int,
     *,
