@@ -85,11 +85,15 @@ def test_what_cannot_run_is_one_line_with_its_exit_code(
 def test_a_wrong_command_line_ends_with_2(commands: Any, write_job: Callable[..., Path], tmp_path: Path) -> None:
     job = write_job(tmp_path, {"text": texts(1)})
     run_in_one_line(commands, "run", "none.yaml", folder=tmp_path, code=2, says="there is no such job file")
-    run_in_one_line(
-        commands, "run", job, "--set", "engine.blok=1", folder=tmp_path, code=2, says="--set engine.blok=1"
-    )
+    run_in_one_line(commands, "run", job, "--set", "engine.blok=1", folder=tmp_path, code=2, says="--set engine.blok=1")
     run_in_one_line(commands, "run", job, "--set", "engine", folder=tmp_path, code=2, says="write it as key.key=value")
-    for arguments in (["run", job, "--limit", "0"], ["run", job, "--dat", "x"], ["run"], ["fly"], ["run", job, "--date", "1"]):
+    for arguments in (
+        ["run", job, "--limit", "0"],
+        ["run", job, "--dat", "x"],
+        ["run"],
+        ["fly"],
+        ["run", job, "--date", "1"],
+    ):
         result = commands.run(*arguments, folder=tmp_path)
         assert result.code == 2 and "Error: " in result.stderr and "Traceback" not in result.stderr
 
@@ -146,7 +150,12 @@ def test_bad_rows_are_error_rows_and_the_others_go_on(
     tokens[7] = 600
     job = write_job(
         tmp_path,
-        {"nr": list(range(10)), "text": cells, "most": tokens, "divisor": [0 if cell == "BOOM" else 1 for cell in cells]},
+        {
+            "nr": list(range(10)),
+            "text": cells,
+            "most": tokens,
+            "divisor": [0 if cell == "BOOM" else 1 for cell in cells],
+        },
         input={"id": "nr"},
         prompt={"template": "{{ 1 // divisor }} {{ text }}"},
         sampling={"max_tokens": {"column": "most"}},
@@ -189,18 +198,18 @@ def test_empty_and_blank_cells_are_rows_of_their_own(
     assert commands.run("run", job, folder=tmp_path).code == 3
     rows = read_rows(tmp_path / "out")
     failed = [row["row_index"] for row in rows if row["error"]]
-    assert failed == ([0, 1] if raw else [1])
-    assert "'text' is null" in rows[1]["error"]
-    if raw:
-        assert "empty" in rows[0]["error"]
+    assert failed == [0, 1]
+    assert "the prompt is empty" in rows[0]["error"] and "'text' is null" in rows[1]["error"]
+    assert all(row["prompt_tokens"] > 0 for row in rows[2:])
 
 
-def test_every_public_parquet_file_is_read_or_refused_without_a_traceback_or_a_signal(
+def test_public_files_that_are_broken_or_encrypted_end_in_one_line_without_a_traceback_or_a_signal(
     commands: Any, write_job: Callable[..., Path], shared_data: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = shared_data("parquet_testing")
-    files = sorted(path for path in folder.rglob("*") if path.suffix in (".parquet", ".encrypted"))
-    assert len(files) > 50
+    every = sorted(path for path in folder.rglob("*") if path.suffix in (".parquet", ".encrypted"))
+    files = [path for path in every if path.parent.name == "bad_data" or path.suffix == ".encrypted"] + every[::9]
+    assert len(files) > 20
     job = write_job(tmp_path, {"text": texts(1)}, prompt={"template": "{{ row }}", "max_prompt_tokens": 1000})
     wrong: list[str] = []
     codes: dict[int, int] = {}
@@ -213,4 +222,4 @@ def test_every_public_parquet_file_is_read_or_refused_without_a_traceback_or_a_s
         if result.code not in (0, 1, 3) or len(errors) > 1 or "Traceback" in result.stderr:
             wrong.append(f"{path.relative_to(folder)}: {result.code}: {errors[:1]} … {errors[-1:]}")
     assert wrong == []
-    assert codes[1] > 5 and codes[0] > 20
+    assert codes[1] > 10 and codes[0] > 5
