@@ -14,14 +14,11 @@ import os
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
-import batchllm.cli.progress
-import batchllm.cli.summary
-import batchllm.cli.tables
-import batchllm.run
+# Imports the run, and so everything that is slow to import.
+import batchllm.cli.progress  # noqa: F401
 from batchllm.cli.main import main
 from batchllm.data.outputs import PartLimits
 
@@ -86,13 +83,11 @@ def serve() -> bool:
 
 def run_and_leave() -> None:
     """Runs the command and ends the process without Python's teardown, which would take longer than most commands do."""
+    code = 1
     try:
         main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
-    except BaseException:  # noqa: BLE001: what Python itself does with an error that nobody caught
-        traceback.print_exc()
-        code = 1
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
