@@ -3,7 +3,7 @@
 Importing torch takes seconds and most tests want many runs. Each request is a JSON line on stdin: the command's arguments, folder,
 environment and a `run` folder. The command's output goes to `run/stdout` and `run/stderr`, its process id to `run/pid`; when it has ended,
 `run/status` holds its exit code (negative: the signal), seconds and peak memory. `part_rows` and `part_s` say when rows become a part: a
-job of a second must write as many parts as one of a night. Nothing here starts a thread or runs a tensor operation before the fork.
+job of a second must write as many parts as one of a night. No file may grow beyond `file_limit_bytes`, as on a full disk. Nothing here starts a thread or runs a tensor operation before the fork.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import sys
 import threading
 import time
@@ -39,6 +40,8 @@ def become_command(request: dict[str, Any], run: Path) -> None:
     sys.stdout = open(1, "w", closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
     os.chdir(request["folder"])
+    if request["file_limit_bytes"] is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_limit_bytes"], resource.RLIM_INFINITY))
     os.environ.update(request["environment"])
     if request["part_rows"] is not None:
         max_rows, max_bytes, _, _ = PartLimits.__init__.__defaults__  # type: ignore[misc]

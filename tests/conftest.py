@@ -225,7 +225,10 @@ def wait_for(condition: Callable[[], bool], *, timeout_s: float, what: str) -> N
 
 @dataclass
 class Commands:
-    """Runs `batchllm` commands as processes (see `command_server.py`). `part_rows` rows or `part_s` seconds make a part."""
+    """Runs `batchllm` commands as processes (see `command_server.py`). `part_rows` rows or `part_s` seconds make a part.
+
+    `file_limit_bytes` stands for a full disk: no file grows beyond it.
+    """
 
     server: subprocess.Popen[str]
     root: Path
@@ -238,6 +241,7 @@ class Commands:
         environment: Mapping[str, str] | None = None,
         part_rows: int | None = None,
         part_s: float = 0.2,
+        file_limit_bytes: int | None = None,
     ) -> RunningCommand:
         run = self.root / f"{len(self.started)}"
         run.mkdir()
@@ -248,6 +252,7 @@ class Commands:
             "run": str(run),
             "part_rows": part_rows,
             "part_s": part_s,
+            "file_limit_bytes": file_limit_bytes,
         }
         assert self.server.stdin is not None
         self.server.stdin.write(json.dumps(request) + "\n")
