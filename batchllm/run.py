@@ -66,7 +66,7 @@ class RunSummary:
     """What happened. Rows are input rows; tokens, rates and times are of this run only.
 
     `num_rows` of the input (or of `--limit`), `rows_before` answered by earlier runs, `rows_completed` and `rows_failed` of all that are
-    answered now. `unique_prompt_tokens`: the fewest that had to be computed; `computed_prompt_tokens`: those that were.
+    answered now; a row of which one sample fails has failed. `unique_prompt_tokens`: the fewest that had to be computed; `computed_prompt_tokens`: those that were.
     """
 
     name: str
@@ -98,10 +98,12 @@ class RunSummary:
 
     @property
     def exit_code(self) -> int:
-        """0: every row completed; 3: some carry errors; 130: stopped before the end."""
+        """0: every row completed; 1: none did; 3: some carry errors; 130: stopped before the end."""
         if not self.finished:
             return StoppedError.exit_code
-        return 3 if self.rows_failed else 0
+        if self.rows_failed:
+            return 3 if self.rows_completed else 1
+        return 0
 
 
 def run_job(job: Job, *, limit: int | None = None, observer: Observer | None = None) -> RunSummary:
@@ -128,6 +130,7 @@ class _Run:
         self._started_at = started_at
         self._device = _device(job.engine.device)
         self._dtype = dtype_for(job.engine.dtype, self._device)
+        self._kernels = "none"
         self._metrics = RunMetrics()
         self._tiers: TierReport | None = None
         self._unique_prompt_tokens = 0
@@ -175,11 +178,19 @@ class _Run:
     ) -> bool:
         job, observer = self._job, self._observer
         context = read_config(source).max_context
-        for error in stage_prompts(job, input=rows, tokenizer=tokenizer, staging=staging, max_context=context):
+        errors = stage_prompts(
+            job,
+            input=rows,
+            tokenizer=tokenizer,
+            staging=staging,
+            max_context=context,
+            should_stop=observer.should_stop,
+        )
+        for error in errors:
             writer.add_error(error.row_index, error.message)
             self._rows_done += 1
-            if observer.should_stop():
-                return False
+        if observer.should_stop():
+            return False
         store = staging.store
         if store.num_prompts == 0:
             return True
@@ -221,7 +232,9 @@ class _Run:
 
     def _load(self, source: Any) -> Decoder:
         load_started_at = time.monotonic()
-        decoder = load_decoder(source, dtype=self._dtype, device=self._device, kernels=select_kernels(self._device))
+        kernels = select_kernels(self._device, head_dim=read_config(source).head_dim)
+        self._kernels = kernels.name
+        decoder = load_decoder(source, dtype=self._dtype, device=self._device, kernels=kernels)
         self._load_s = time.monotonic() - load_started_at
         return decoder
 
@@ -274,8 +287,9 @@ class _Run:
     def _summary(self, rows: Input, model: str, finished: bool) -> RunSummary:
         metrics = self._metrics
         counts = query(
-            "select count(distinct row_index) filter (error is null) as completed, "
-            "count(distinct row_index) filter (error is not null) as failed from completions",
+            "select count(*) filter (not failed) as completed, count(*) filter (failed) as failed "
+            "from (select bool_or(error is not null) as failed from completions "
+            f"where row_index < {rows.num_rows} group by row_index)",
             self._output.path,
         ).to_pylist()[0]
         engine_s = metrics.schedule_s + metrics.model_s + metrics.sample_s
@@ -305,7 +319,7 @@ class _Run:
             else 0.0,
             device=str(self._device),
             dtype=str(self._dtype).removeprefix("torch."),
-            kernels=select_kernels(self._device).name,
+            kernels=self._kernels,
             model=model,
             tiers=self._tiers,
         )
