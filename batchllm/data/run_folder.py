@@ -6,6 +6,7 @@
     plan.json      what the plan promised, once there was one
     rates.json     the rates that the run observed, for the next plan
     steps.parquet  one row a step
+    tiers.parquet  what each tier held at moments of the run, where there is more than the device
 
 Nothing here decides what is done: the parts alone do. The folder's name is hidden, so that a glob over an output folder does not find it.
 Each file appears by a rename and is then whole. A run that was killed stays `running`.
@@ -29,17 +30,19 @@ from batchllm.errors import OutputError
 
 RUNS_FOLDER = ".runs"
 STEPS_FILE = "steps.parquet"
+TIERS_FILE = "tiers.parquet"
 SUMMARY_FILE = "summary.json"
-_NUMPY_TYPES = {"d": pa.float64(), "l": pa.int64()}
+_ARRAY_TYPES = {"d": pa.float64(), "l": pa.int64()}
 
 
 @dataclass(slots=True)
 class RunRecord:
-    """What a run gathers for its folder. `steps`: columns of equal length by name; the others are plain JSON values."""
+    """What a run gathers for its folder. `steps`, `tiers`: columns of equal length by name; the others are plain JSON values."""
 
     plan: dict[str, Any] | None = None
     rates: dict[str, Any] | None = None
     steps: Mapping[str, Any] = field(default_factory=dict)
+    tiers: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RunFolder:
@@ -67,8 +70,8 @@ class RunFolder:
                 self._write("plan.json", _json(record.plan))
             if record.rates is not None:
                 self._write("rates.json", _json(record.rates))
-            if record.steps and len(next(iter(record.steps.values()))):
-                self._write_steps(record.steps)
+            self._write_table(STEPS_FILE, {"step": range(_num_rows(record.steps)), **record.steps})
+            self._write_table(TIERS_FILE, record.tiers)
             self._write(SUMMARY_FILE, _json(self._summary))
         except (OSError, pa.ArrowException) as failure:
             reason = getattr(failure, "strerror", None) or str(failure)
@@ -79,15 +82,17 @@ class RunFolder:
         temporary.write_bytes(content)
         os.rename(temporary, self.path / name)
 
-    def _write_steps(self, steps: Mapping[str, Any]) -> None:
+    def _write_table(self, name: str, columns: Mapping[str, Any]) -> None:
+        """A file without rows says no more than none."""
+        if _num_rows(columns) == 0:
+            return
         arrays = {
-            name: pa.array(column, type=_NUMPY_TYPES.get(getattr(column, "typecode", "")))
-            for name, column in steps.items()
+            key: pa.array(column, type=_ARRAY_TYPES.get(getattr(column, "typecode", "")))
+            for key, column in columns.items()
         }
-        table = pa.table({"step": pa.array(range(len(next(iter(arrays.values()))))), **arrays})
-        temporary = self.path / f".{STEPS_FILE}.tmp"
-        pq.write_table(table, temporary, compression="zstd")
-        os.rename(temporary, self.path / STEPS_FILE)
+        temporary = self.path / f".{name}.tmp"
+        pq.write_table(pa.table(arrays), temporary, compression="zstd")
+        os.rename(temporary, self.path / name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +157,10 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _num_rows(columns: Mapping[str, Any]) -> int:
+    return len(next(iter(columns.values()))) if columns else 0
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
