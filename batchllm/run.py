@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from batchllm import __version__
 from batchllm.data.inputs import Input, open_input
@@ -21,7 +20,7 @@ from batchllm.data.schema import completion_schema
 from batchllm.engine.engine import Engine, kv_shape
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.sizing import size_engine
-from batchllm.errors import JobError, OutputError, StoppedError
+from batchllm.errors import OutputError, StoppedError
 from batchllm.job import Job
 from batchllm.models.decoder import Decoder, dtype_for, load_decoder
 from batchllm.models.fingerprint import model_fingerprint
@@ -35,6 +34,8 @@ from batchllm.prompt import Completion
 from batchllm.run_record import (
     EngineFacts,
     GeneratedShare,
+    device_for,
+    dtype_name,
     job_as_yaml_values,
     last_rates,
     rates_record,
@@ -131,7 +132,7 @@ class _Run:
         self._observer = observer
         self._output = output
         self._started_at = started_at
-        self._device = _device(job.engine.device)
+        self._device = device_for(job.engine.device)
         self._dtype = dtype_for(job.engine.dtype, self._device)
         self._metrics = RunMetrics()
         self._unique_prompt_tokens = 0
@@ -282,7 +283,7 @@ class _Run:
         """What the plan promises, for the run folder: made before the first step, so that it is no hindsight."""
         decoder = engine.decoder
         facts = EngineFacts(kv_shape(decoder), engine.config, decoder.config.max_context)
-        rates = last_rates(self._job, model=model, device=str(self._device), dtype=_dtype_name(self._dtype))
+        rates = last_rates(self._job, model=model, device=str(self._device), dtype=dtype_name(self._dtype))
         explanation = facts.explain(
             plan,
             store,
@@ -325,7 +326,7 @@ class _Run:
             if metrics.num_allocated_slots
             else 0.0,
             device=str(self._device),
-            dtype=_dtype_name(self._dtype),
+            dtype=dtype_name(self._dtype),
             kernels=select_kernels(self._device).name,
             model=model,
         )
@@ -364,18 +365,6 @@ class _ProgressTracker:
             kv_share=engine.scheduler.pool.num_used / engine.scheduler.pool.num_blocks,
             eta_s=elapsed * (1 - share) / share if share > 0.01 else None,
         )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise JobError("engine.device: cuda is asked for, but torch finds no CUDA device; use auto or cpu")
-    return torch.device(name)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _samples_by_row(store: PromptStore) -> dict[int, int]:

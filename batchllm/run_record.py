@@ -20,6 +20,7 @@ from batchllm import __version__
 from batchllm.data.run_folder import RecordedRun, runs_of_job
 from batchllm.engine.engine import EngineConfig
 from batchllm.engine.pool import KvShape
+from batchllm.errors import JobError
 from batchllm.job import Job
 from batchllm.plan.explain import EngineLimits, ModelFacts, explain
 from batchllm.plan.explanation import Explanation
@@ -27,6 +28,20 @@ from batchllm.plan.plan import Plan
 from batchllm.plan.rates import ObservedRates, fit_steps, observed_rates
 from batchllm.plan.store import PromptStore
 from batchllm.prompt import Completion
+
+
+def device_for(name: str) -> torch.device:
+    """The device that a job's `engine.device` names. Raises JobError where it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise JobError("engine.device: cuda is asked for, but torch finds no CUDA device; use auto or cpu")
+    return torch.device(name)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32`, `bfloat16`: as the summary names it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def job_as_yaml_values(job: Job) -> dict[str, Any]:

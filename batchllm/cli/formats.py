@@ -24,7 +24,7 @@ def write_table(table: pa.Table, *, table_format: TableFormat, output_file: Path
     """Writes rows to `output_file`, which appears whole, or to standard output. Raises OutputError."""
     content = _parquet(table) if table_format == "parquet" else _text(table, table_format).encode()
     if output_file is None:
-        click.get_binary_stream("stdout").write(content)
+        click.echo(content, nl=False)
         return
     temporary = output_file.with_name(f".{output_file.name}.tmp")
     try:

@@ -9,6 +9,7 @@ import click
 
 from batchllm import __version__
 from batchllm.cli.models import models
+from batchllm.cli.plan import plan
 from batchllm.cli.query import query
 from batchllm.cli.run import run
 from batchllm.errors import BatchLLMError
@@ -23,7 +24,7 @@ def cli(context: click.Context, debug: bool) -> None:
     context.obj = {"debug": debug}
 
 
-for command in (run, query, models):
+for command in (run, plan, query, models):
     cli.add_command(command)
 
 

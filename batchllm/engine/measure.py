@@ -112,8 +112,8 @@ class _Bench:
     def _pass(self, load: _Load) -> Callable[[], tuple[float, float]]:
         device, decoder = self._decoder.device, self._decoder
         blocks_each = -(-(load.context + load.num_rows) // _BLOCK_SIZE)
-        table = np.arange(load.num_sequences * blocks_each, dtype=np.int32) % self._num_blocks
-        table = table.reshape(load.num_sequences, blocks_each)
+        numbers = np.arange(load.num_sequences * blocks_each, dtype=np.int32) % self._num_blocks
+        table = numbers.reshape(load.num_sequences, blocks_each)
         offsets = np.tile(np.arange(load.context, load.context + load.num_rows), load.num_sequences)
         owner = np.repeat(np.arange(load.num_sequences), load.num_rows)
         slots = table[owner, offsets // _BLOCK_SIZE].astype(np.int64) * _BLOCK_SIZE + offsets % _BLOCK_SIZE
