@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 
 _NONE = "–"
@@ -32,6 +33,11 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def moment(value: datetime.datetime | None) -> str:
+    """A point in time, to the second."""
+    return _NONE if value is None else f"{value:%Y-%m-%d %H:%M:%S %Z}".strip()
 
 
 def size(num_bytes: float | None) -> str:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from batchllm.data.report import Report, Rows
 from batchllm.data.report_charts import curve_chart, latency_chart, tier_chart
-from batchllm.data.report_numbers import duration, number, share, size
+from batchllm.data.report_numbers import duration, moment, number, share, size
 from batchllm.errors import OutputError
 
 PAGE_FILE = "report.html"
@@ -36,7 +36,14 @@ def render_page(report: Report) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, auto_reload=False
     )
-    environment.filters |= {"number": number, "share": share, "duration": duration, "size": size, "visible": visible}
+    environment.filters |= {
+        "number": number,
+        "share": share,
+        "duration": duration,
+        "size": size,
+        "moment": moment,
+        "visible": visible,
+    }
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         report=report,

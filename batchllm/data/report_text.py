@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, fields
 
 from batchllm.data.report import Report
-from batchllm.data.report_numbers import duration, number, share
+from batchllm.data.report_numbers import duration, moment, number, share
 
 _WIDTH = 100
 
@@ -16,7 +16,7 @@ def report_text(report: Report) -> str:
     figures = report.figures
     lines = [
         f"{report.name}: run {report.run.run_id}, {figures['status']}",
-        f"  started     {figures['started']}",
+        f"  started     {moment(figures['started'])}",
     ]
     if figures["error"]:
         lines.append(f"  error       {_one_line(figures['error'])}")
