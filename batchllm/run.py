@@ -19,8 +19,11 @@ from batchllm.data.run_folder import RunFolder, RunRecord
 from batchllm.data.schema import completion_schema
 from batchllm.engine.engine import Engine, kv_shape
 from batchllm.engine.metrics import RunMetrics
-from batchllm.engine.sizing import size_engine
-from batchllm.errors import OutputError, StoppedError
+from batchllm.engine.sizing import most_blocks, size_engine
+from batchllm.engine.tier_report import TierReport, report_tiers
+from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
+from batchllm.engine.transfer import TierSetup
+from batchllm.errors import JobError, OutputError, StoppedError
 from batchllm.job import Job
 from batchllm.models.decoder import Decoder, dtype_for, load_decoder
 from batchllm.models.fingerprint import model_fingerprint
@@ -41,6 +44,7 @@ from batchllm.run_record import (
     rates_record,
     versions,
 )
+from batchllm.storage.keys import KeyScope
 
 _RATE_WINDOW_S = 10.0
 
@@ -72,7 +76,7 @@ class RunSummary:
     """What happened. Rows are input rows; tokens, rates and times are of this run only.
 
     `num_rows` of the input (or of `--limit`), `rows_before` answered by earlier runs, `rows_completed` and `rows_failed` of all that are
-    answered now. `unique_prompt_tokens`: the fewest that had to be computed; `computed_prompt_tokens`: those that were.
+    answered now; a row of which one sample fails has failed. `unique_prompt_tokens`: the fewest that had to be computed; `computed_prompt_tokens`: those that were.
     """
 
     name: str
@@ -100,13 +104,16 @@ class RunSummary:
     dtype: str
     kernels: str
     model: str
+    tiers: TierReport | None
 
     @property
     def exit_code(self) -> int:
-        """0: every row completed; 3: some carry errors; 130: stopped before the end."""
+        """0: every row completed; 1: none did; 3: some carry errors; 130: stopped before the end."""
         if not self.finished:
             return StoppedError.exit_code
-        return 3 if self.rows_failed else 0
+        if self.rows_failed:
+            return 3 if self.rows_completed else 1
+        return 0
 
 
 def run_job(job: Job, *, limit: int | None = None, observer: Observer | None = None) -> RunSummary:
@@ -134,7 +141,9 @@ class _Run:
         self._started_at = started_at
         self._device = device_for(job.engine.device)
         self._dtype = dtype_for(job.engine.dtype, self._device)
+        self._kernels = "none"
         self._metrics = RunMetrics()
+        self._tiers: TierReport | None = None
         self._unique_prompt_tokens = 0
         self._load_s = 0.0
         self._rows_before = 0
@@ -214,15 +223,28 @@ class _Run:
     ) -> bool:
         job, observer = self._job, self._observer
         context = read_config(source).max_context
-        for error in stage_prompts(job, input=rows, tokenizer=tokenizer, staging=staging, max_context=context):
+        errors = stage_prompts(
+            job,
+            input=rows,
+            tokenizer=tokenizer,
+            staging=staging,
+            max_context=context,
+            should_stop=observer.should_stop,
+        )
+        for error in errors:
             writer.add_error(error.row_index, error.message)
             self._rows_done += 1
-            if observer.should_stop():
-                return False
+        if observer.should_stop():
+            return False
         store = staging.store
         if store.num_prompts == 0:
             return True
-        plan = make_plan(store, prefix_sharing=job.engine.prefix_sharing, max_model_tokens=context)
+        plan = make_plan(
+            store,
+            prefix_sharing=job.engine.prefix_sharing,
+            keep_order=job.engine.order == "input",
+            max_model_tokens=context,
+        )
         self._unique_prompt_tokens = plan.unique_prompt_tokens
         observer.note(
             f"{store.num_prompts} prompts, {plan.total_prompt_tokens} prompt tokens, "
@@ -249,11 +271,18 @@ class _Run:
                 self._rows_done += missing.get(row, 0) == 0
             observer.progress(tracker.advance(engine, rows_done=self._rows_done))
 
-        return engine.run(deliver=deliver, should_stop=observer.should_stop)
+        try:
+            return engine.run(deliver=deliver, should_stop=observer.should_stop)
+        finally:
+            engine.close()
+            if engine.mover is not None:
+                self._tiers = report_tiers(engine.mover, engine.metrics)
 
     def _load(self, source: Any) -> Decoder:
         load_started_at = time.monotonic()
-        decoder = load_decoder(source, dtype=self._dtype, device=self._device, kernels=select_kernels(self._device))
+        kernels = select_kernels(self._device, head_dim=read_config(source).head_dim)
+        self._kernels = kernels.name
+        decoder = load_decoder(source, dtype=self._dtype, device=self._device, kernels=kernels)
         self._load_s = time.monotonic() - load_started_at
         return decoder
 
@@ -268,6 +297,7 @@ class _Run:
             max_step_tokens=settings.max_step_tokens,
             max_sequences=settings.max_sequences,
             kv_bytes=settings.kv.device,
+            evict_least_recent=settings.kv.policy == "lru",
         )
         return Engine(
             decoder=decoder,
@@ -277,6 +307,29 @@ class _Run:
             config=config,
             seed=self._job.seed,
             started_at=self._started_at,
+            tiers=self._open_tiers(decoder, plan),
+        )
+
+    def _open_tiers(self, decoder: Decoder, plan: Plan) -> TierSetup | None:
+        settings, shape = self._job.engine, kv_shape(decoder)
+        kv, block_size = settings.kv, settings.block_size
+        if self._device.type != "cpu" and (kv.host or kv.disk):
+            raise JobError(f"engine.kv: tiers are not supported on {self._device.type} yet; leave host and disk out")
+        disk = None
+        if kv.disk is not None:
+            disk = DiskRequest(Path(kv.disk.path), kv.disk.size, max_age_s=kv.disk.max_age_days * 86400)
+        request = TierRequest(host_bytes=kv.host, disk=disk, policy=kv.policy, persist=kv.persist)
+        layout = f"block-major {shape.num_layers}x2x{shape.num_kv_heads}x{block_size}x{shape.head_dim}"
+        # The bits of keys and values depend on the kernels too.
+        scope = KeyScope(
+            model=decoder.fingerprint.encode(), layout=f"{layout} {decoder.kernels.name}", dtype=str(decoder.dtype)
+        )
+        return open_tiers(
+            request,
+            scope=scope,
+            block_bytes=shape.block_bytes(block_size),
+            block_size=block_size,
+            most_blocks=most_blocks(plan, max_context=decoder.config.max_context, block_size=block_size),
         )
 
     def _note_plan(self, plan: Plan, store: PromptStore, *, engine: Engine, model: str, tokenizer: Tokenizer) -> None:
@@ -296,8 +349,9 @@ class _Run:
     def _summary(self, rows: Input, model: str, finished: bool) -> RunSummary:
         metrics = self._metrics
         counts = query(
-            "select count(distinct row_index) filter (error is null) as completed, "
-            "count(distinct row_index) filter (error is not null) as failed from completions",
+            "select count(*) filter (not failed) as completed, count(*) filter (failed) as failed "
+            "from (select bool_or(error is not null) as failed from completions "
+            f"where row_index < {rows.num_rows} group by row_index)",
             self._output.path,
         ).to_pylist()[0]
         engine_s = metrics.schedule_s + metrics.model_s + metrics.sample_s
@@ -327,8 +381,9 @@ class _Run:
             else 0.0,
             device=str(self._device),
             dtype=dtype_name(self._dtype),
-            kernels=select_kernels(self._device).name,
+            kernels=self._kernels,
             model=model,
+            tiers=self._tiers,
         )
 
 

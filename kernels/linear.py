@@ -3,13 +3,14 @@
 Shapes: x [num_rows, in_size], weight [out_size, in_size], y [num_rows, out_size].
 Bound: weight bytes for few rows, FLOPs for many.
 
-Quantised weights are int8 or e4m3 with one float32 scale per output channel, `w = scale * q`; the product runs in x's dtype, into
-which q goes exactly, with float32 sums, and is scaled at its end.
+Quantised weights are int8 or e4m3 with one float32 scale per output channel, `w = scale * q`; the product runs in x's
+dtype, into which q goes exactly, with float32 sums, and is scaled at its end.
 
-On a GPU a plain product is torch's own, which is at the measured rate by definition. The Triton kernels are for what torch lacks:
-8-bit weights (half or a quarter of the bytes, widened in registers on their way to the tensor cores), and the argmax over a
-vocabulary without writing its logits (256 rows x 128k float32 would be 131 MB a step). Neighbouring programs take tiles of the same
-weight columns, so that weights come from memory once; few rows take narrow tiles, so that a layer still fills the device.
+On a GPU a plain product is torch's own, which is at the measured rate by definition. The Triton kernels are for what
+torch lacks: 8-bit weights (half or a quarter of the bytes, widened in registers on their way to the tensor cores),
+and the argmax over a vocabulary without writing its logits (256 rows x 128k float32 would be 131 MB a step).
+Neighbouring programs take tiles of the same weight columns, so that weights come from memory once; few rows take
+narrow tiles, so that a layer still fills the device.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from batchllm.kernels.activation import silu_mul, silu_mul_triton
 from batchllm.kernels.floats import E4M3_MAX, FP8_DTYPE, as_kernel_operand, product, widen
 from batchllm.kernels.launch import jit, launch, next_power_of_2, tl
+from batchllm.kernels.rope import rope_write_kv, rope_write_kv_triton
 from batchllm.kernels.tuning import Config, bounded_config, launch_options, num_processors
 
 
@@ -44,7 +47,8 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packe
 
 
 def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, dtype: torch.dtype) -> PackedLinear:
-    """The weight rounded to `dtype`, torch.int8 or torch.float8_e4m3fn, each output channel scaled to its largest magnitude."""
+    """The weight rounded to `dtype`, torch.int8 or torch.float8_e4m3fn, each output channel scaled to its largest
+    magnitude."""
     largest = {torch.int8: 127.0, FP8_DTYPE: E4M3_MAX}.get(dtype)
     if largest is None:
         raise ValueError(f"weights are quantised to int8 or float8_e4m3fn, not to {dtype}")
@@ -57,6 +61,11 @@ def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, d
     return PackedLinear(
         weight=rounded.contiguous(), bias=bias, out_size=weight.shape[0], in_size=weight.shape[1], scale=scale
     )
+
+
+def pack_linear_gated(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    """As `pack_linear`, for `linear_silu_mul` alone: the rows of the gate [size, in_size], then those of up."""
+    return pack_linear(weight, bias)
 
 
 def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
@@ -134,6 +143,7 @@ def _linear_kernel(
     out_size: tl.tensor,
     in_size: tl.tensor,
     row_stride: tl.tensor,
+    out_stride: tl.tensor,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
@@ -141,6 +151,7 @@ def _linear_kernel(
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
     GROUP_TILES: tl.constexpr,
+    ADD: tl.constexpr,
 ) -> None:
     # Groups of row tiles go down the columns together: their part of x stays in the cache while weights stream through.
     tiles_down = tl.cdiv(num_rows, TILE_ROWS)
@@ -170,7 +181,10 @@ def _linear_kernel(
         TILE_DEPTH,
     )
     mask = (row < num_rows)[:, None] & (column < out_size)[None, :]
-    tl.store(out + row.to(tl.int64)[:, None] * out_size + column[None, :], y.to(out.dtype.element_ty), mask=mask)
+    place = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+    if ADD:
+        y += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(place, y.to(out.dtype.element_ty), mask=mask)
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -242,23 +256,28 @@ def linear_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     """`linear` on a GPU: torch's product for a plain weight, the Triton kernel for a quantised one."""
     if packed.scale is None:
         return F.linear(x, packed.weight, packed.bias)
-    num_rows = x.shape[0]
+    out = torch.empty(x.shape[0], packed.out_size, dtype=x.dtype, device=x.device)
+    _launch_product(x, packed, out, add=False)
+    return out
+
+
+def _launch_product(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor, *, add: bool) -> None:
+    """Writes y into the rows of `out`, or adds it to them before they are rounded."""
     config = _config(x, packed)
-    out = torch.empty(num_rows, packed.out_size, dtype=x.dtype, device=x.device)
-    num_tiles = -(-num_rows // config["tile_rows"]) * -(-packed.out_size // config["tile_columns"])
-    arguments = _product_arguments(x, packed, config)
+    num_tiles = -(-x.shape[0] // config["tile_rows"]) * -(-packed.out_size // config["tile_columns"])
+    ends = {"out": out, "out_stride": out.stride(0), "GROUP_TILES": 8, "ADD": add}
     launch(
         _linear_kernel,
         (num_tiles,),
         device=x.device,
-        arguments={**arguments, "out": out, "GROUP_TILES": 8},
+        arguments={**_product_arguments(x, packed, config), **ends},
         options=launch_options(config),
     )
-    return out
 
 
 def linear_argmax_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    """`linear_argmax` on a GPU, for any packed weight; compares the float32 sums before they are rounded to x's dtype."""
+    """`linear_argmax` on a GPU, for any packed weight; compares the float32 sums before they are rounded to x's
+    dtype."""
     num_rows = x.shape[0]
     config = _config(x, packed)
     tiles_down = -(-num_rows // config["tile_rows"])
@@ -311,6 +330,66 @@ def _product_arguments(x: torch.Tensor, packed: PackedLinear, config: Config) ->
 
 
 def _config(x: torch.Tensor, packed: PackedLinear) -> Config:
-    """Kinds: `int8` and `fp8` weights under a 16-bit x, `half` where both have 16 bits, `float` for a float32 x with any weight."""
+    """Kinds: `int8` and `fp8` weights under a 16-bit x, `half` where both have 16 bits, `float` for a float32 x with
+    any weight."""
     kind = {torch.int8: "int8", FP8_DTYPE: "fp8"}.get(packed.weight.dtype, "half")
     return bounded_config("linear", "float" if x.dtype == torch.float32 else kind, x.shape[0], x.device)
+
+
+def linear_add(x: torch.Tensor, packed: PackedLinear, residual: torch.Tensor) -> None:
+    """Adds y **in place** into `residual` [num_rows, out_size]."""
+    residual += linear(x, packed)
+
+
+def linear_silu_mul(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """silu(gate) * up [num_rows, out_size / 2] of the two halves of y; `packed` by `pack_linear_gated`."""
+    return silu_mul(linear(x, packed))
+
+
+def linear_rope_write_kv(
+    x: torch.Tensor,
+    packed: PackedLinear,
+    cos_sin: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    layer: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """`rope_write_kv` of y."""
+    return rope_write_kv(
+        linear(x, packed), cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads
+    )
+
+
+def linear_add_triton(x: torch.Tensor, packed: PackedLinear, residual: torch.Tensor) -> None:
+    """`linear_add` on a GPU, at the end of the product: y is not rounded before it is added, nor written by itself."""
+    if packed.scale is not None:
+        _launch_product(x, packed, residual, add=True)
+    elif packed.bias is None:
+        residual.addmm_(x, packed.weight.t())
+    else:
+        residual += F.linear(x, packed.weight, packed.bias)
+
+
+def linear_silu_mul_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """`linear_silu_mul`."""
+    return silu_mul_triton(linear_triton(x, packed))
+
+
+def linear_rope_write_kv_triton(
+    x: torch.Tensor,
+    packed: PackedLinear,
+    cos_sin: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    layer: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """`linear_rope_write_kv`."""
+    return rope_write_kv_triton(
+        linear_triton(x, packed), cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads
+    )
