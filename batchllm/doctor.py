@@ -25,7 +25,7 @@ from batchllm.models.embedded import EMBEDDED
 from batchllm.models.registry import cache_home, list_embedded, resolve_model
 from batchllm.models.source import read_config
 from batchllm.ops import select_kernels
-from batchllm.run_record import device_for
+from batchllm.run_record import device_for, existing_folder
 from batchllm.storage.cost import measure_disk
 from batchllm.storage.errors import StorageError
 from batchllm.storage.ring import check_uring_setup
@@ -80,11 +80,12 @@ class Diagnosis:
 
 
 def diagnose(job: Job | None, *, spill_folder: Path | None = None) -> Diagnosis:
-    """Looks at everything; with a job also at its model, input and output. `spill_folder` default: the cache folder.
+    """Looks at everything; with a job also at its model, input and output. `spill_folder` default: the job's, else the cache folder.
 
     Reads and writes up to 256 MiB in the spill folder, in a file that has no name.
     """
-    spill = spill_folder if spill_folder is not None else _cache_folder()
+    disk = job.engine.kv.disk if job is not None else None
+    spill = spill_folder or (Path(disk.path) if disk is not None else _cache_folder())
     findings = [*_software(), *_compute(job), *_memory(), *_disk(spill), *_models()]
     if job is not None:
         findings += _job(job)
@@ -183,7 +184,7 @@ def _memory() -> Iterator[Finding]:
 
 def _disk(spill: Path) -> Iterator[Finding]:
     yield _uring()
-    folder = _existing(spill)
+    folder = existing_folder(spill)
     if not os.access(folder, os.W_OK):
         yield Finding(
             "spill folder", "problem", f"{folder}: cannot be written", "set BATCHLLM_HOME to a folder of yours"
@@ -242,7 +243,7 @@ def _job(job: Job) -> Iterator[Finding]:
     else:
         yield _checked("input", lambda: _input(job), remedy="correct input.path and the columns that the job names")
     output = Path(job.output.path)
-    folder = _existing(output)
+    folder = existing_folder(output)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         yield Finding("output", "problem", f"{folder}: cannot be written", "choose another output.path")
     else:
@@ -287,14 +288,6 @@ def _cache_folder() -> Path:
         return cache_home()
     except BatchLLMError:
         return Path(tempfile.gettempdir())
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    folder = folder.absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder
 
 
 def _usable_cpus() -> float:

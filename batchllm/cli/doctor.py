@@ -16,7 +16,7 @@ import click
 @click.option(
     "--spill-folder",
     type=click.Path(path_type=Path, file_okay=False),
-    help="The folder whose disk is measured; default the cache folder.",
+    help="The folder whose disk is measured; default the job's, else the cache folder.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; nothing else.")
 @click.pass_context
