@@ -8,6 +8,7 @@ import traceback
 import click
 
 from batchllm import __version__
+from batchllm.cli.doctor import doctor
 from batchllm.cli.models import models
 from batchllm.cli.plan import plan
 from batchllm.cli.query import query
@@ -25,7 +26,7 @@ def cli(context: click.Context, debug: bool) -> None:
     context.obj = {"debug": debug}
 
 
-for command in (run, plan, report, query, models):
+for command in (run, plan, report, query, doctor, models):
     cli.add_command(command)
 
 
