@@ -53,6 +53,10 @@ AutoCount = Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_count)]
 AutoSize = Annotated[Literal["auto"] | int, BeforeValidator(parse_size)]
 
 
+Command = Annotated[tuple[Annotated[str, Field(pattern=r"^[^\0]*$")], ...], Field(strict=False)]
+"""A program and its arguments, run without a shell; empty for none."""
+
+
 class KvSection(Section):
     """Memory for keys and values, in bytes. `device: auto` takes what the model and the step leave free."""
 
@@ -82,6 +86,9 @@ class Job(Section):
     output: OutputSection
     engine: EngineSection = EngineSection()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    on_success: Command = ()
+    on_failure: Command = ()
+    command_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
 
     _date: datetime.date = PrivateAttr(default_factory=datetime.date.today)
     _folder: Path = PrivateAttr(default_factory=Path.cwd)

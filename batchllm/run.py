@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from batchllm.data.schema import completion_schema
 from batchllm.engine.engine import Engine, kv_shape
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.sizing import size_engine
-from batchllm.errors import JobError, StoppedError
+from batchllm.errors import BatchLLMError, JobError, StoppedError
 from batchllm.job import Job
 from batchllm.models.decoder import Decoder, dtype_for, load_decoder
 from batchllm.models.fingerprint import model_fingerprint
@@ -62,7 +63,7 @@ class RunSummary:
     """What happened. Rows are input rows; tokens, rates and times are of this run only.
 
     `num_rows` of the input (or of `--limit`), `rows_before` answered by earlier runs, `rows_completed` and `rows_failed` of all that are
-    answered now. `unique_prompt_tokens`: the fewest that had to be computed; `computed_prompt_tokens`: those that were.
+    answered now. `too_many_errors` says why a run gave up. `unique_prompt_tokens`: the fewest that had to be computed; `computed_prompt_tokens`: those that were.
     """
 
     name: str
@@ -90,16 +91,37 @@ class RunSummary:
     dtype: str
     kernels: str
     model: str
+    too_many_errors: str | None = None
 
     @property
     def exit_code(self) -> int:
-        """0: every row completed; 3: some carry errors; 130: stopped before the end."""
+        """0: every row completed; 3: some carry errors; 1: more than were allowed; 130: stopped before the end."""
+        if self.too_many_errors is not None:
+            return BatchLLMError.exit_code
         if not self.finished:
             return StoppedError.exit_code
         return 3 if self.rows_failed else 0
 
 
-def run_job(job: Job, *, limit: int | None = None, observer: Observer | None = None) -> RunSummary:
+def summary_values(summary: RunSummary) -> dict[str, object]:
+    """The summary by name, `exit_code` among it; paths are texts, so that it is plain JSON."""
+    return {**dataclasses.asdict(summary), "output": str(summary.output), "exit_code": summary.exit_code}
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How much of a job a run takes, and when it gives up; none of it changes what a row says.
+
+    `limit`: the first rows only. `retry_errors`: rows that carry an error run again. `max_error_rate`, from 0 to 1: the run
+    gives up once it is certain that more of all rows carry an error, those of earlier runs among them.
+    """
+
+    limit: int | None = None
+    retry_errors: bool = False
+    max_error_rate: float | None = None
+
+
+def run_job(job: Job, *, options: RunOptions | None = None, observer: Observer | None = None) -> RunSummary:
     """Runs what is left of `job` and returns what happened.
 
     Raises JobError, InputError, ModelError or OutputError where the job cannot run, RunLockedError where another run is at it.
@@ -107,17 +129,18 @@ def run_job(job: Job, *, limit: int | None = None, observer: Observer | None = N
     observer = observer or Observer()
     started_at = time.monotonic()
     with OutputFolder(job.output.path) as output:
-        return _Run(job, limit=limit, observer=observer, output=output, started_at=started_at).execute()
+        options = options or RunOptions()
+        return _Run(job, options=options, observer=observer, output=output, started_at=started_at).execute()
 
 
 class _Run:
     """The stages of one run, in order; owns nothing that outlives `execute`."""
 
     def __init__(
-        self, job: Job, *, limit: int | None, observer: Observer, output: OutputFolder, started_at: float
+        self, job: Job, *, options: RunOptions, observer: Observer, output: OutputFolder, started_at: float
     ) -> None:
         self._job = job
-        self._limit = limit
+        self._options = options
         self._observer = observer
         self._output = output
         self._started_at = started_at
@@ -128,10 +151,11 @@ class _Run:
         self._load_s = 0.0
         self._rows_before = 0
         self._rows_done = 0
+        self._errors: _ErrorCount | None = None
 
     def execute(self) -> RunSummary:
         job, observer = self._job, self._observer
-        source_rows = open_input(job, spool_folder=self._output.staging, limit=self._limit)
+        source_rows = open_input(job, spool_folder=self._output.staging, limit=self._options.limit)
         source = resolve_model(job.model, base_folder=job.folder, say=observer.note)
         fingerprint = make_fingerprint(
             job=job.fingerprint_parts(),
@@ -140,12 +164,23 @@ class _Run:
             version=__version__,
         )
         done = self._output.resume(fingerprint=fingerprint, num_rows=source_rows.table.num_rows)
+        if self._options.retry_errors:
+            num_retried = self._output.drop_error_rows(below=source_rows.num_rows)
+            if num_retried:
+                observer.note(f"{num_retried} rows that carry an error run again")
+                done = self._output.resume(fingerprint=fingerprint, num_rows=source_rows.table.num_rows)
         done = done[: source_rows.num_rows]
+        if self._options.max_error_rate is not None:
+            self._errors = _ErrorCount(
+                rate=self._options.max_error_rate,
+                num_rows=source_rows.num_rows,
+                num_failed=_num_failed(self._output.path, below=source_rows.num_rows),
+            )
         self._rows_before = self._rows_done = int(done.sum())
         if self._rows_before:
             observer.note(f"{self._rows_before} of {source_rows.num_rows} rows are done already")
-        finished = True
-        if not done.all():
+        finished = bool(done.all())
+        if not finished and not self._gives_up():
             tokenizer = load_tokenizer(source)
             staging = Staging.create(self._output.staging, input=source_rows, done=done)
             schema = completion_schema(
@@ -169,11 +204,16 @@ class _Run:
     ) -> bool:
         job, observer = self._job, self._observer
         context = read_config(source).max_context
-        for error in stage_prompts(job, input=rows, tokenizer=tokenizer, staging=staging, max_context=context):
+        should_stop = self._should_stop
+        errors = stage_prompts(
+            job, input=rows, tokenizer=tokenizer, staging=staging, max_context=context, should_stop=should_stop
+        )
+        for error in errors:
             writer.add_error(error.row_index, error.message)
+            self._count_failed(error.row_index)
             self._rows_done += 1
-            if observer.should_stop():
-                return False
+        if should_stop():
+            return False
         store = staging.store
         if store.num_prompts == 0:
             return True
@@ -183,7 +223,7 @@ class _Run:
             f"{store.num_prompts} prompts, {plan.total_prompt_tokens} prompt tokens, "
             f"{plan.unique_prompt_tokens} to compute ({plan.reuse_ceiling:.0%} shared)"
         )
-        if observer.should_stop():
+        if should_stop():
             return False
         decoder = self._load(source)
         engine = self._engine(decoder, tokenizer, store, plan)
@@ -196,12 +236,24 @@ class _Run:
             for completion in completions:
                 row = completion.row_index
                 writer.add(completion, num_samples=samples.get(row, 1))
+                if completion.error is not None:
+                    self._count_failed(row)
                 if row in missing:
                     missing[row] -= 1
                 self._rows_done += missing.get(row, 0) == 0
             observer.progress(tracker.advance(engine, rows_done=self._rows_done))
 
-        return engine.run(deliver=deliver, should_stop=observer.should_stop)
+        return engine.run(deliver=deliver, should_stop=should_stop)
+
+    def _should_stop(self) -> bool:
+        return self._gives_up() or self._observer.should_stop()
+
+    def _gives_up(self) -> bool:
+        return self._errors is not None and self._errors.is_too_high
+
+    def _count_failed(self, row_index: int) -> None:
+        if self._errors is not None:
+            self._errors.add(row_index)
 
     def _load(self, source: Any) -> Decoder:
         load_started_at = time.monotonic()
@@ -267,7 +319,44 @@ class _Run:
             dtype=str(self._dtype).removeprefix("torch."),
             kernels=select_kernels(self._device).name,
             model=model,
+            too_many_errors=self._errors.reason if self._errors is not None else None,
         )
+
+
+class _ErrorCount:
+    """The rows with an error, against the share of all rows that may carry one."""
+
+    def __init__(self, *, rate: float, num_rows: int, num_failed: int) -> None:
+        """`num_failed`: rows that earlier runs left with an error."""
+        self._rate = rate
+        self._num_rows = num_rows
+        self._num_before = num_failed
+        # A row with several samples may fail more than once.
+        self._failed: set[int] = set()
+
+    def add(self, row_index: int) -> None:
+        self._failed.add(row_index)
+
+    @property
+    def is_too_high(self) -> bool:
+        """Whether the rate is exceeded even if every other row completes."""
+        return self._num_before + len(self._failed) > self._rate * self._num_rows
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run gives up, in a line; None where it does not."""
+        if not self.is_too_high:
+            return None
+        num_failed = self._num_before + len(self._failed)
+        return (
+            f"{num_failed} of {self._num_rows} rows carry an error ({num_failed / self._num_rows:.1%}), more than the "
+            f"{self._rate * 100:.4g}% that --max-error-rate allows; what is done is kept, --retry-errors runs the failed rows again"
+        )
+
+
+def _num_failed(folder: Path, *, below: int) -> int:
+    counts = query(f"select count(distinct row_index) as failed from errors where row_index < {below}", folder)
+    return int(counts["failed"][0].as_py())
 
 
 class _ProgressTracker:

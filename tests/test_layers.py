@@ -17,7 +17,9 @@ LAYERS = [
     ["engine"],
     ["job", "job_file", "data"],
     ["run"],
+    ["nightly"],
     ["cli"],
+    ["__main__"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

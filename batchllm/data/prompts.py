@@ -5,7 +5,7 @@ Each prompt is tokenised whole, in batches on all cores. A row that cannot be ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,12 +53,19 @@ class Staging:
 
 
 def stage_prompts(
-    job: JobSections, *, input: Input, tokenizer: PromptTokenizer, staging: Staging, max_context: int
+    job: JobSections,
+    *,
+    input: Input,
+    tokenizer: PromptTokenizer,
+    staging: Staging,
+    max_context: int,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[RowError]:
     """Reads the input once, stages every row and finishes the store; yields the rows that cannot be run, as they come.
 
     `max_context`: tokens of the model's context; a prompt must leave room for one more. The cells of a row are in
-    `staging.kept` before its error is yielded. Raises InputError, JobError, ModelError, OutputError.
+    `staging.kept` before its error is yielded. Ends early, with the store not finished, when `should_stop` says so between
+    batches. Raises InputError, JobError, ModelError, OutputError.
     """
     renderer = PromptRenderer(job, input=input, tokenizer=tokenizer)
     limit = max_context - 1 if job.prompt.max_prompt_tokens is None else job.prompt.max_prompt_tokens
@@ -67,6 +74,8 @@ def stage_prompts(
     row_index = 0
     try:
         for batch in input.batches():
+            if should_stop():
+                return
             rows = np.arange(row_index, row_index + batch.num_rows)
             todo = ~staging.done[row_index : row_index + batch.num_rows]
             row_index += batch.num_rows
