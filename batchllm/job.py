@@ -53,7 +53,7 @@ AutoCount = Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_count)]
 AutoSize = Annotated[Literal["auto"] | int, BeforeValidator(parse_size)]
 
 
-Command = Annotated[tuple[Annotated[str, Field(pattern=r"^[^\0]*$")], ...], Field(strict=False)]
+Command = Annotated[tuple[str, ...], Field(strict=False)]
 """A program and its arguments, run without a shell; empty for none."""
 
 
