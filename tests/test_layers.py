@@ -15,7 +15,7 @@ LAYERS = [
     ["ops"],
     ["models", "plan"],
     ["engine"],
-    ["job", "job_file", "data"],
+    ["job", "job_file", "job_schema", "data"],
     ["run"],
     ["nightly"],
     ["cli"],

@@ -8,9 +8,12 @@ import traceback
 import click
 
 from batchllm import __version__
+from batchllm.cli.backfill import backfill
 from batchllm.cli.models import models
 from batchllm.cli.query import query
 from batchllm.cli.run import run
+from batchllm.cli.schedule import schedule
+from batchllm.cli.schema import schema
 from batchllm.errors import BatchLLMError
 
 
@@ -23,7 +26,7 @@ def cli(context: click.Context, debug: bool) -> None:
     context.obj = {"debug": debug}
 
 
-for command in (run, query, models):
+for command in (run, backfill, schedule, query, models, schema):
     cli.add_command(command)
 
 
