@@ -14,6 +14,7 @@ import torch
 
 from batchllm import __version__
 from batchllm.data.inputs import Input, open_input
+from batchllm.data.openai_output import write_batch_files
 from batchllm.data.outputs import OutputFolder, OutputWriter, make_fingerprint
 from batchllm.data.prompts import Staging, stage_prompts
 from batchllm.data.results import query
@@ -186,7 +187,7 @@ class _Run:
             schema = completion_schema(
                 list(source_rows.carried),
                 with_token_ids=job.output.token_ids,
-                with_logprobs=job.sampling.logprobs is not None,
+                with_logprobs=job.sampling.logprobs is not None or source_rows.holds_requests,
             )
             writer = OutputWriter(self._output, schema=schema, kept=staging.kept, model=source.name)
             try:
@@ -197,6 +198,8 @@ class _Run:
                     writer.close()
                 finally:
                     staging.close()
+        if source_rows.holds_requests:
+            write_batch_files(self._output.path, staging=self._output.staging, tokens=lambda: load_tokenizer(source))
         return self._summary(source_rows, source.name, finished)
 
     def _stage_and_run(

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 
-@click.command(context_settings={"ignore_unknown_options": False})
+@click.command()
 @click.argument("job_file", type=click.Path(path_type=Path))
 @click.argument("run_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- RUN_OPTIONS]")
 @click.option("--at", metavar="HH:MM", help="The local time of day.")
@@ -46,14 +46,19 @@ def schedule(
     if at is None:
         raise click.UsageError("Missing option '--at'.")
 
+    from batchllm.cli.options import stop_rules
     from batchllm.cli.run import run
     from batchllm.job import load_job
     from batchllm.nightly.schedule import cron_entry, scheduled_job, systemd_units
 
     # A mistake in the options is found now and not at night.
     with run.make_context("run", [str(job_file), *run_options]) as parsed:
-        overrides = parsed.params["overrides"]
-    job = load_job(job_file, overrides=overrides)
+        values = parsed.params
+    stop_rules(deadline=values["deadline"], max_error_rate=values["max_error_rate"])
+    for key in ("summary_file", "metrics_file"):
+        if values[key] is not None and not values[key].is_absolute():
+            raise click.UsageError(f"{values[key]}: write an absolute path; a scheduler starts in another folder")
+    job = load_job(job_file, overrides=values["overrides"])
     scheduled = scheduled_job(job_file, name=job.name, at=at, run_options=run_options, log=log)
     text = cron_entry(scheduled) if kind == "cron" else systemd_units(scheduled)
     # Without its folder the log could not be opened, and nothing would run.

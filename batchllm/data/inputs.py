@@ -11,6 +11,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm.data.openai_input import CARRIED_COLUMNS, ID_COLUMN, spool_requests
 from batchllm.data.parquet_files import ParquetFiles, check_columns, find_files, first_line, open_files, read_batches
 from batchllm.data.schema import carried_fields, carried_type
 from batchllm.data.sections import InputSection, JobSections
@@ -26,7 +27,7 @@ class Input:
     """The rows of a job, in an order that a resume finds again. `columns` are those that the job reads.
 
     `schema` is the input's own; `carried` are the fields that the output gets (`id`, then the kept columns).
-    `fingerprint` says what must be the same on resume. `num_rows` is the number that this run takes (`--limit`).
+    `fingerprint` says what must be the same on resume. `holds_requests`: the rows are those of `openai_input`. `num_rows` is the number that this run takes (`--limit`).
     """
 
     name: str
@@ -37,6 +38,7 @@ class Input:
     num_rows: int
     fingerprint: dict[str, object]
     table: ParquetFiles
+    holds_requests: bool = False
 
     @property
     def total_rows(self) -> int:
@@ -60,6 +62,8 @@ def open_input(job: JobSections, *, spool_folder: Path, limit: int | None = None
     while the job runs. Raises InputError (or JobError for a bad query), one line.
     """
     section = job.input
+    if section.openai_batch is not None:
+        return _open_requests(Path(section.openai_batch), spool_folder=spool_folder, limit=limit)
     name = "input.sql" if section.sql is not None else "input.path"
     is_spooled, table = _open_table(job, spool_folder=spool_folder, name=name)
     columns = needed_columns(job, schema=table.schema)
@@ -81,6 +85,24 @@ def open_input(job: JobSections, *, spool_folder: Path, limit: int | None = None
         num_rows=table.num_rows if limit is None else min(limit, table.num_rows),
         fingerprint=_spool_fingerprint(table) if is_spooled else _files_fingerprint(table),
         table=table,
+    )
+
+
+def _open_requests(path: Path, *, spool_folder: Path, limit: int | None) -> Input:
+    name = "input.openai_batch"
+    table = spool_requests(path, target=spool_folder / "input.parquet", name=name)
+    if table.num_rows == 0:
+        raise InputError(f"{name}: {path}: the file has no requests")
+    return Input(
+        name=name,
+        schema=table.schema,
+        columns=tuple(table.schema.names),
+        id_column=ID_COLUMN,
+        carried=(pa.field("id", pa.string()), *(table.schema.field(column) for column in CARRIED_COLUMNS)),
+        num_rows=table.num_rows if limit is None else min(limit, table.num_rows),
+        fingerprint=_spool_fingerprint(table),
+        table=table,
+        holds_requests=True,
     )
 
 
