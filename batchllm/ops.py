@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import torch
 
 from batchllm.errors import JobError
-from batchllm.kernels import activation, attention, blocks, linear, norm, rope
+from batchllm.kernels import activation, attention, attention_triton, blocks, launch, linear, norm, rope, sampling
 from batchllm.kernels.attention import AttentionPlan
 from batchllm.kernels.native import library as native_library
 from batchllm.kernels.native import operations as native
+from batchllm.kernels.sampling import SamplingBatch
 
 ENVIRONMENT_VARIABLE = "BATCHLLM_KERNELS"
 
@@ -48,6 +49,21 @@ class PackLinear(Protocol):
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any: ...
 
 
+class LinearRopeWriteKv(Protocol):
+    def __call__(
+        self,
+        x: torch.Tensor,
+        packed: Any,
+        cos_sin: torch.Tensor,
+        kv: torch.Tensor,
+        *,
+        layer: int,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        num_heads: int,
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """One backend's operations. Signatures and meaning: the reference functions in `kernels/`."""
@@ -60,9 +76,14 @@ class Kernels:
     pack_linear: PackLinear
     linear: Callable[[torch.Tensor, Any], torch.Tensor]
     linear_argmax: Callable[[torch.Tensor, Any], torch.Tensor]
+    linear_add: Callable[[torch.Tensor, Any, torch.Tensor], None]
+    pack_linear_gated: PackLinear
+    linear_silu_mul: Callable[[torch.Tensor, Any], torch.Tensor]
+    linear_rope_write_kv: LinearRopeWriteKv
     gather_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     scatter_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    sample: Callable[[torch.Tensor, SamplingBatch], torch.Tensor] = sampling.sample
 
 
 REFERENCE = Kernels(
@@ -74,9 +95,32 @@ REFERENCE = Kernels(
     pack_linear=linear.pack_linear,
     linear=linear.linear,
     linear_argmax=linear.linear_argmax,
+    linear_add=linear.linear_add,
+    pack_linear_gated=linear.pack_linear_gated,
+    linear_silu_mul=linear.linear_silu_mul,
+    linear_rope_write_kv=linear.linear_rope_write_kv,
     gather_blocks=blocks.gather_blocks,
     scatter_blocks=blocks.scatter_blocks,
     copy_blocks=blocks.copy_blocks,
+)
+
+TRITON = Kernels(
+    name="triton",
+    rms_norm=norm.rms_norm_triton,
+    rope_write_kv=rope.rope_write_kv_triton,
+    attention=attention_triton.attention_triton,
+    silu_mul=activation.silu_mul_triton,
+    pack_linear=linear.pack_linear,
+    linear=linear.linear_triton,
+    linear_argmax=linear.linear_argmax_triton,
+    linear_add=linear.linear_add_triton,
+    pack_linear_gated=linear.pack_linear_gated,
+    linear_silu_mul=linear.linear_silu_mul_triton,
+    linear_rope_write_kv=linear.linear_rope_write_kv_triton,
+    gather_blocks=blocks.gather_blocks_triton,
+    scatter_blocks=blocks.scatter_blocks_triton,
+    copy_blocks=blocks.copy_blocks_triton,
+    sample=sampling.sample_triton,
 )
 
 
@@ -94,6 +138,10 @@ def native_kernels() -> Kernels | str:
         pack_linear=native.pack_linear,
         linear=native.linear,
         linear_argmax=native.linear_argmax,
+        linear_add=native.linear_add,
+        pack_linear_gated=native.pack_linear_gated,
+        linear_silu_mul=native.linear_silu_mul,
+        linear_rope_write_kv=native.linear_rope_write_kv,
         gather_blocks=native.gather_blocks,
         scatter_blocks=native.scatter_blocks,
         copy_blocks=native.copy_blocks,
@@ -105,8 +153,14 @@ def select_kernels(device: torch.device) -> Kernels:
     asked = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if asked == "reference":
         return REFERENCE
-    if asked not in ("", "native"):
-        raise JobError(f"{ENVIRONMENT_VARIABLE}={asked}: no such kernels; use native or reference")
+    if asked not in ("", "native", "triton"):
+        raise JobError(f"{ENVIRONMENT_VARIABLE}={asked}: no such kernels; use native, triton or reference")
+    if asked == "triton" or (asked == "" and device.type == "cuda"):
+        if launch.can_run(device):
+            return TRITON
+        if asked == "triton":
+            reason = "needs a CUDA device" if launch.triton else "needs triton installed"
+            raise JobError(f"{ENVIRONMENT_VARIABLE}=triton: {reason}; the job's device is {device}")
     try:
         native_or_reason = native_kernels() if device.type == "cpu" else f"not for {device.type}"
     except ValueError as error:

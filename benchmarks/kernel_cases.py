@@ -1,7 +1,8 @@
-"""Random inputs with float64 answers for each operation of `kernels/`: what the tests and `gpu.py` check kernels against.
+"""Random inputs with float64 answers for each operation of `kernels/`: what the tests and `gpu.py` check kernels
+against.
 
-Each `*_share` function runs one operation on inputs of the given shape and returns its largest error as a share of the tolerance of
-its dtype, so anything up to 1 is right. KV slots that no row may see hold NaN.
+Each `*_share` function runs one operation on inputs of the given shape and returns its largest error as a share of
+the tolerance of its dtype, so anything up to 1 is right. KV slots that no row may see hold NaN.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from batchllm.kernels.attention import CHUNK, AttentionPlan
 from batchllm.kernels.floats import E4M3_MAX, FP8_DTYPE
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Largest |got - answer| / (1 + |answer|): about four roundings of the dtype, or float32 sums of a few hundred terms."""
+"""Largest |got - answer| / (1 + |answer|): about four roundings of the dtype, or float32 sums of a few hundred
+terms."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """One step: sequence i has `kv_lengths[i]` tokens, of which the last `query_lengths[i]` are query rows.
 
-    `layout`: `private`, one item a sequence; `split`, the first chunk and the rest apart; `shared`, one item over the first
+    `layout`: `private`, one item a sequence; `split`, the first chunk and the rest apart; `shared`, one item over the
+    first
     `shared_length` tokens (a multiple of CHUNK), which all sequences share, and a tail each.
     """
 
@@ -54,7 +57,8 @@ def attention_inputs(
     kv_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> AttentionInputs:
-    """Query rows, a pool whose blocks lie in random order with a padded stride, and the plan. `kv_dtype` None: the query's."""
+    """Query rows, a pool whose blocks lie in random order with a padded stride, and the plan. `kv_dtype` None: the
+    query's."""
     generator = torch.Generator().manual_seed(seed)
     kv_dtype = kv_dtype or dtype
     table, num_blocks = _block_table(shape, generator)
@@ -256,7 +260,8 @@ def rope_write_kv_share(
             share = max(share, error_share(stored, answer, dtype=dtype))
             continue
         answer = (answer / kv_scale[layer, side].double()[None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
-        # Half a step of 3 mantissa bits, half the smallest subnormal, and the rounding to the query's dtype before that.
+        # Half a step of 3 mantissa bits, half the smallest subnormal, and the rounding to the query's dtype before
+        # that.
         allowed = answer.abs() * (2.0**-4 + TOLERANCE[dtype]) + 2.0**-10
         share = max(share, float(((stored - answer).abs() / allowed).nan_to_num(nan=torch.inf).max()))
     # Everything else in the pool is as it was.
@@ -383,7 +388,8 @@ def sample_share(num_rows: int, vocabulary: int, *, dtype: torch.dtype, device: 
 
 
 def _block_table(shape: AttentionShape, generator: torch.Generator) -> tuple[torch.Tensor, int]:
-    """int32 [num_sequences, max_blocks] with -1 behind each end, and the pool's size in blocks, some of which nobody uses."""
+    """int32 [num_sequences, max_blocks] with -1 behind each end, and the pool's size in blocks, some of which nobody
+    uses."""
     shared = shape.shared_length // shape.block_size
     counts = [-(-kv_length // shape.block_size) for kv_length in shape.kv_lengths]
     num_blocks = shared + sum(count - shared for count in counts) + 3

@@ -4,8 +4,10 @@
 
 Each round writes and reads the same number of blocks with fio (io_uring, O_DIRECT) and with `DiskTier`, one after the
 other, at the same block size, depth and file system. Shares are the median over rounds of tier rate over fio rate in
-the same round. CPU is all CPU of this process, kernel included, over all blocks written and read: checksum, headers,
-bookkeeping and submission. `fio` must be installed. The last line is one JSON object.
+the same round. Blocks are written as the tiered store writes them: copied into a frame, summed there, then stored.
+`cpu_us_per_block` is all CPU of this process, kernel included, less that copy, which is the host tier's: checksum,
+headers, bookkeeping, submission and reaping; the mean of a write and a read, each also given. `fio` must be installed.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ import sys
 import tempfile
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 from batchllm.storage.disk import DiskOptions, DiskTier
-from batchllm.storage.frame import Frame, Frames, frame_stride
-from batchllm.storage.tier import Outcome
+from batchllm.storage.frame import Frame, Frames, checksum, copy_bytes, frame_stride
+from batchllm.storage.tier import Outcome, Transfer
 
 
 def fio_rates(folder: Path, *, stride: int, num_blocks: int, depth: int) -> tuple[float, float]:
@@ -49,10 +52,16 @@ def fio_rates(folder: Path, *, stride: int, num_blocks: int, depth: int) -> tupl
     return rates[0], rates[1]
 
 
-def tier_rates(folder: Path, *, block_bytes: int, num_blocks: int, depth: int) -> tuple[float, float, float, str]:
-    """(write bytes/s, read bytes/s, CPU seconds per block, backend) of a fresh disk tier, from and into frames in
-    memory.
-    """
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass over all blocks in one direction: stride bytes per second, CPU seconds per block without the copies."""
+
+    bytes_per_s: float
+    cpu_s: float
+
+
+def tier_passes(folder: Path, *, block_bytes: int, num_blocks: int, depth: int) -> tuple[Pass, Pass, str]:
+    """(write, read, backend) of a fresh disk tier."""
     tier = DiskTier(
         folder,
         fingerprint=bytes(32),
@@ -62,39 +71,43 @@ def tier_rates(folder: Path, *, block_bytes: int, num_blocks: int, depth: int) -
     )
     frames = Frames(num_frames=2 * depth, block_bytes=block_bytes)
     buffers = [frame for frame in iter(frames.take, None) if frame is not None]
-    for index, frame in enumerate(buffers):
-        frame.payload[:] = bytes([index % 251 + 1]) * block_bytes
+    sources = [memoryview(bytes([index % 251 + 1]) * block_bytes) for index in range(2 * depth)]
+    for frame, source in zip(buffers, sources, strict=True):
+        copy_bytes(source=source, target=frame.payload)  # first touch
     keys = [hashlib.blake2b(index.to_bytes(8, "little"), digest_size=32).digest() for index in range(num_blocks)]
-    rates = []
-    cpu_began_s = time.process_time()
-    for is_store in (True, False):
-        began_s = time.perf_counter()
-        num_done = pump(tier, keys, buffers, is_store=is_store)
-        rates.append(num_done * tier.stride / (time.perf_counter() - began_s))
-        if num_done != num_blocks:
-            sys.exit(f"{num_blocks - num_done} of {num_blocks} blocks did not make it: is the disk full?")
-    cpu_s = (time.process_time() - cpu_began_s) / (2 * num_blocks)
+    write = run_pass(tier, keys, buffers, sources)
+    read = run_pass(tier, keys, buffers, None)
     backend = tier.backend
     tier.close()
-    return rates[0], rates[1], cpu_s, backend
+    return write, read, backend
 
 
-def pump(tier: DiskTier, keys: list[bytes], buffers: list[Frame], *, is_store: bool) -> int:
-    """Move all keys with every buffer in flight; how many ended well."""
-    idle, num_done, num_busy = deque(buffers), 0, 0
-    waiting = deque(keys)
-    busy: dict[int, Frame] = {}
-    while waiting or num_busy:
+def run_pass(tier: DiskTier, keys: list[bytes], buffers: list[Frame], sources: list[memoryview] | None) -> Pass:
+    """Move all keys with every buffer in flight: writes of `sources` in turn, or reads where there are none."""
+    idle, waiting, num_done = deque(buffers), deque(enumerate(keys)), 0
+    busy: dict[int, tuple[Transfer, Frame]] = {}
+    copy_s = 0.0
+    began_s, cpu_began_s = time.perf_counter(), time.process_time()
+    while waiting or busy:
         while idle and waiting:
             frame = idle.popleft()
-            key = waiting.popleft()
-            busy[id(tier.store(key, frame) if is_store else tier.load(key, frame))] = frame
-            num_busy += 1
+            index, key = waiting.popleft()
+            if sources is None:
+                transfer = tier.load(key, frame)
+            else:
+                copy_began_s = time.thread_time()
+                copy_bytes(source=sources[index % len(sources)], target=frame.payload)
+                copy_s += time.thread_time() - copy_began_s
+                frame.payload_checksum = checksum(frame.payload)
+                transfer = tier.store(key, frame)
+            busy[id(transfer)] = (transfer, frame)
         for transfer in tier.poll(timeout_s=10.0):
-            idle.append(busy.pop(id(transfer)))
-            num_busy -= 1
+            idle.append(busy.pop(id(transfer))[1])
             num_done += transfer.outcome is Outcome.DONE
-    return num_done
+    elapsed_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_began_s - copy_s
+    if num_done != len(keys):
+        sys.exit(f"{len(keys) - num_done} of {len(keys)} blocks did not make it: is the disk full?")
+    return Pass(bytes_per_s=num_done * tier.stride / elapsed_s, cpu_s=cpu_s / num_done)
 
 
 def main() -> None:
@@ -106,27 +119,31 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     stride = frame_stride(arguments.block_bytes)
-    shares: list[tuple[float, float]] = []
-    cpu: list[float] = []
-    backend = ""
+    write_shares, read_shares, write_cpu_s, read_cpu_s, backend = [], [], [], [], ""
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         for index in range(arguments.rounds):
             fio = fio_rates(folder, stride=stride, num_blocks=arguments.blocks, depth=arguments.depth)
-            write_rate, read_rate, cpu_s, backend = tier_rates(
+            write, read, backend = tier_passes(
                 folder, block_bytes=arguments.block_bytes, num_blocks=arguments.blocks, depth=arguments.depth
             )
-            shares.append((write_rate / fio[0], read_rate / fio[1]))
-            cpu.append(cpu_s)
+            write_shares.append(write.bytes_per_s / fio[0])
+            read_shares.append(read.bytes_per_s / fio[1])
+            write_cpu_s.append(write.cpu_s)
+            read_cpu_s.append(read.cpu_s)
             print(
-                f"round {index}: fio {fio[0] / 1e9:.2f} write {fio[1] / 1e9:.2f} read, "
-                f"tier {write_rate / 1e9:.2f} write {read_rate / 1e9:.2f} read GB/s, {cpu_s * 1e6:.0f} us CPU a block",
+                f"round {index}, GB/s: fio writes {fio[0] / 1e9:.2f} reads {fio[1] / 1e9:.2f}, "
+                f"tier writes {write.bytes_per_s / 1e9:.2f} reads {read.bytes_per_s / 1e9:.2f}; "
+                f"CPU us a block: {write.cpu_s * 1e6:.0f} to write, {read.cpu_s * 1e6:.0f} to read",
                 file=sys.stderr,
             )
+    cpu_us = [statistics.median(seconds) * 1e6 for seconds in (write_cpu_s, read_cpu_s)]
     result = {
-        "fio_share_write": round(statistics.median(share[0] for share in shares), 3),
-        "fio_share_read": round(statistics.median(share[1] for share in shares), 3),
-        "cpu_us_per_block": round(statistics.median(cpu) * 1e6, 1),
+        "fio_share_write": round(statistics.median(write_shares), 3),
+        "fio_share_read": round(statistics.median(read_shares), 3),
+        "cpu_us_per_block": round(sum(cpu_us) / 2, 1),
+        "cpu_us_write": round(cpu_us[0], 1),
+        "cpu_us_read": round(cpu_us[1], 1),
         "stride_bytes": stride,
         "depth": arguments.depth,
         "backend": backend,

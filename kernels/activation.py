@@ -1,6 +1,7 @@
 """SiLU-gated product: `out = silu(gate) * up`, silu(x) = x / (1 + exp(-x)).
 
-Bound: memory. On a GPU a program takes one run of columns of one row: no value is used twice, so there is nothing to tile for.
+Bound: memory. On a GPU a program takes one run of columns of one row: no value is used twice, so there is nothing to
+tile for.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from batchllm.kernels.tuning import exact_config, launch_options
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`gate_up` [num_rows, 2 * size], gate first -> [num_rows, size], same dtype; silu is rounded before the product."""
+    """`gate_up` [num_rows, 2 * size], gate first -> [num_rows, size], same dtype; silu is rounded before the
+    product."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

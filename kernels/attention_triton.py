@@ -1,14 +1,18 @@
 """Attention over work items, and the merge of their partials, in Triton. Meaning and arithmetic: `attention.py`.
 
-A unit of work is (item, KV head, tile of query rows), and for an item that leaves partials (…, chunk). The query heads of one
-KV head lie side by side in a tile, so each key and value is read once for all of them. A persistent grid takes units off a ticket, so
-one launch of a fixed shape serves every item of a step, whatever its size. All items share one tile shape: 64 rows are more than a
-decode row needs, but a decode tile waits for its KV bytes (32 KiB take about 1 us of an H200 processor's share of the bandwidth, the
-64-row product 0.35 us), and one shape is what makes a row's bits independent of how many rows its item has. Key tiles divide CHUNK;
-with 16 rows a warp each warp owns whole rows, so sums need no exchange between warps. Head dimensions 80 and 96 are worked on as
-64 + 16 and 64 + 32 instead of padded to 128. 8-bit KV is widened to the query's type, exactly, and accumulated in float32: the 8-bit
-tensor-core product of compute capability 9.0 keeps too few bits over long sums. The Triton kernels count in powers of two
-(exp2, scores times log2 e), and so do the maxima of the partials between them.
+A unit of work is (item, KV head, tile of query rows), and for an item that leaves partials (..., chunk). The query
+heads of one KV head lie side by side in a tile, so each key and value is read once for all of them. A persistent grid
+takes units off a ticket, so one launch of a fixed shape serves every item of a step, whatever its size.
+
+All items of a head dimension share one configuration, so the sums of a row go the same way however many rows its item
+has. 64 rows are more than a decode row needs, but a decode tile waits for its KV bytes: 32 KiB take about 1 us of one
+processor's share of an H200's bandwidth, the 64-row products 0.35 us of its matrix rate. Key tiles divide CHUNK. A
+stage of the pipeline holds the block ids, one holds the keys and values that they lead to.
+
+Head dimensions 80 and 96 are worked on as 64 + 16 and 64 + 32 instead of padded to 128. 8-bit KV is widened to the
+query's type, exactly, and accumulated in float32: the 8-bit tensor-core product of compute capability 9.0 keeps too few
+bits over long sums. Scores are counted in powers of two (times log2 e, then exp2), and so are the maxima of the
+partials between the two kernels.
 """
 
 from __future__ import annotations
@@ -28,9 +32,11 @@ _LOG2_E = 1.4426950408889634
 def schedule_items(
     plan: AttentionPlan, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The units of the plan's items, for `AttentionPlan.schedule`: int32 [2 + num_items + 1], valid for every layer of the step.
+    """The units of the plan's items, for `AttentionPlan.schedule`: int32 [2 + num_items + 1], valid for every layer of
+    the step.
 
-    `dtype` is the query's. Two tickets (next unit, programs done; the kernel leaves them at 0), then each item's first unit, then their
+    `dtype` is the query's. Two tickets (next unit, programs done; the kernel leaves them at 0), then each item's first
+    unit, then their
     number. Enqueues one small kernel and does not wait for the device.
     """
     device = plan.items.device
@@ -93,7 +99,8 @@ def _fold(
     right_peak: tl.tensor,
     right_total: tl.tensor,
 ) -> Any:
-    """`fold`, with fused multiply-adds spelt out: the compiler must not choose them differently in the two kernels that fold."""
+    """`fold`, with fused multiply-adds spelt out: the compiler must not choose them differently in the two kernels
+    that fold."""
     maximum = tl.maximum(left_peak, right_peak)
     finite = tl.where(maximum == float("-inf"), 0.0, maximum)
     left = tl.exp2(left_peak - finite)
@@ -218,7 +225,8 @@ def _attention_kernel(
             if DIM_REST > 0:
                 v = widen(tl.load(values + slot[:, None] + rest[None, :], mask=written[:, None], other=0.0), q.dtype)
                 chunk_rest = product(p, v, chunk_rest * shrink[:, None])
-            # Kept in one loop, so that loads run ahead across chunks. An unfinished last chunk is folded behind the loop.
+            # Kept in one loop, so that loads run ahead across chunks. An unfinished last chunk is folded behind the
+            # loop.
             if (start + TILE_KEYS) % CHUNK == 0:
                 if DIM_REST > 0:
                     acc_rest, _, _ = _fold(acc_rest, peak, total, chunk_rest * value_scale, chunk_peak, chunk_total)
@@ -297,7 +305,8 @@ def attention_triton(
     scale: float,
     kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attention` on a GPU. `kv` has the query's dtype, or e4m3. Raises ValueError for a head dimension the tuning table lacks."""
+    """`attention` on a GPU. `kv` has the query's dtype, or e4m3. Raises ValueError for a head dimension the tuning
+    table lacks."""
     query = query.contiguous()
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = kv.shape[3:5]

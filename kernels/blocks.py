@@ -1,7 +1,7 @@
 """Moves of whole KV blocks: pool to staging, staging to pool, pool to pool. A block is contiguous over all layers.
 
-Bound: memory, or the host link where the staging area is pinned host memory, which a GPU kernel reads and writes in place. One launch
-moves any number of blocks wherever they lie; a program copies one run of one block.
+Bound: memory, or the host link where the staging area is pinned host memory, which a GPU kernel reads and writes in
+place. One launch moves any number of blocks wherever they lie; a program copies one run of one block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from batchllm.kernels.tuning import exact_config, launch_options
 
 
 def gather_blocks(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:
-    """Copies the blocks `block_ids` int64 [n] of the pool [num_blocks, ...] into `staging` [n or more, ...], in that order."""
+    """Copies the blocks `block_ids` int64 [n] of the pool [num_blocks, ...] into `staging` [n or more, ...], in that
+    order."""
     torch.index_select(kv, 0, block_ids, out=staging[: block_ids.numel()])
 
 
@@ -55,7 +56,8 @@ def _move_blocks_kernel(
 
 
 def gather_blocks_triton(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:
-    """`gather_blocks` on a GPU, on the current stream; `staging` may be pinned host memory, whole only once the stream got there."""
+    """`gather_blocks` on a GPU, on the current stream; `staging` may be pinned host memory, whole only once the stream
+    got there."""
     _move_blocks(source=kv, target=staging, source_ids=block_ids, target_ids=None)
 
 

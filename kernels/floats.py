@@ -1,7 +1,8 @@
 """8-bit floats of the kind e4m3 (sign, 4 exponent bits, 3 mantissa bits; largest 448; no infinity) for Triton kernels.
 
-Devices from 8.9 on convert them in hardware. For those below, Triton knows no such type: the bytes come as uint8 and are converted
-here by moving bits, exactly, subnormals included. (NaN, which `encode_e4m3` never writes, decodes as 480.)
+Devices from 8.9 on convert them in hardware. For those below, Triton knows no such type: the bytes come as uint8 and
+are converted here by moving bits, exactly, subnormals included. (NaN, which `encode_e4m3` never writes, decodes as
+480.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _INTERPRETED = None if triton is None else tl.constexpr(is_interpreted())
 
 @jit()
 def product(left: tl.tensor, right: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """`total` + left @ right in float32, float32 operands in full. The interpreter would multiply bfloat16 by its bit patterns."""
+    """`total` + left @ right in float32, float32 operands in full. The interpreter would multiply bfloat16 by its bit
+    patterns."""
     if _INTERPRETED:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
     else:
@@ -28,7 +30,7 @@ def product(left: tl.tensor, right: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 
 @jit()
-def widen(values: tl.tensor, dtype: tl.constexpr):
+def widen(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """A stored tile as `dtype`; uint8 holds e4m3 bytes. Exact for fp8 and int8 into float16, bfloat16 and float32."""
     if values.dtype == tl.uint8:
         bits = values.to(tl.uint16)
@@ -42,8 +44,9 @@ def widen(values: tl.tensor, dtype: tl.constexpr):
 
 
 @jit()
-def encode_e4m3(values: tl.tensor):
-    """float32 -> the bytes of the nearest e4m3, ties to even; beyond +-448 saturates, as a stored NaN would poison its whole row."""
+def encode_e4m3(values: tl.tensor) -> tl.tensor:
+    """float32 -> the bytes of the nearest e4m3, ties to even; beyond +-448 saturates, as a stored NaN would poison its
+    whole row."""
     magnitude = tl.minimum(tl.abs(values), 448.0)
     # 2**-120 aligns the exponent biases 127 and 7; then the mantissa is rounded from 23 bits to 3 in integers.
     bits = (magnitude * 7.52316384526264e-37).to(tl.int32, bitcast=True)

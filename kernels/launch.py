@@ -40,7 +40,8 @@ def can_run(device: torch.device) -> bool:
 
 
 def compiler_options(options: Mapping[str, int]) -> dict[str, int]:
-    """What a kernel is compiled with. Products and sums are fused only where a kernel says so: its bits must not hang on a choice
+    """What a kernel is compiled with. Products and sums are fused only where a kernel says so: its bits must not hang
+    on a choice
     that the compiler may make one way in one specialisation and another way in the next."""
     return {**options, "enable_fp_fusion": False}
 

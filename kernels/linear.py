@@ -3,13 +3,14 @@
 Shapes: x [num_rows, in_size], weight [out_size, in_size], y [num_rows, out_size].
 Bound: weight bytes for few rows, FLOPs for many.
 
-Quantised weights are int8 or e4m3 with one float32 scale per output channel, `w = scale * q`; the product runs in x's dtype, into
-which q goes exactly, with float32 sums, and is scaled at its end.
+Quantised weights are int8 or e4m3 with one float32 scale per output channel, `w = scale * q`; the product runs in x's
+dtype, into which q goes exactly, with float32 sums, and is scaled at its end.
 
-On a GPU a plain product is torch's own, which is at the measured rate by definition. The Triton kernels are for what torch lacks:
-8-bit weights (half or a quarter of the bytes, widened in registers on their way to the tensor cores), and the argmax over a
-vocabulary without writing its logits (256 rows x 128k float32 would be 131 MB a step). Neighbouring programs take tiles of the same
-weight columns, so that weights come from memory once; few rows take narrow tiles, so that a layer still fills the device.
+On a GPU a plain product is torch's own, which is at the measured rate by definition. The Triton kernels are for what
+torch lacks: 8-bit weights (half or a quarter of the bytes, widened in registers on their way to the tensor cores),
+and the argmax over a vocabulary without writing its logits (256 rows x 128k float32 would be 131 MB a step).
+Neighbouring programs take tiles of the same weight columns, so that weights come from memory once; few rows take
+narrow tiles, so that a layer still fills the device.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from batchllm.kernels.activation import silu_mul, silu_mul_triton
 from batchllm.kernels.floats import E4M3_MAX, FP8_DTYPE, as_kernel_operand, product, widen
 from batchllm.kernels.launch import jit, launch, next_power_of_2, tl
+from batchllm.kernels.rope import rope_write_kv, rope_write_kv_triton
 from batchllm.kernels.tuning import Config, bounded_config, launch_options, num_processors
 
 
@@ -44,7 +47,8 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packe
 
 
 def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, dtype: torch.dtype) -> PackedLinear:
-    """The weight rounded to `dtype`, torch.int8 or torch.float8_e4m3fn, each output channel scaled to its largest magnitude."""
+    """The weight rounded to `dtype`, torch.int8 or torch.float8_e4m3fn, each output channel scaled to its largest
+    magnitude."""
     largest = {torch.int8: 127.0, FP8_DTYPE: E4M3_MAX}.get(dtype)
     if largest is None:
         raise ValueError(f"weights are quantised to int8 or float8_e4m3fn, not to {dtype}")
@@ -57,6 +61,11 @@ def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, d
     return PackedLinear(
         weight=rounded.contiguous(), bias=bias, out_size=weight.shape[0], in_size=weight.shape[1], scale=scale
     )
+
+
+def pack_linear_gated(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    """As `pack_linear`, for `linear_silu_mul` alone: the rows of the gate [size, in_size], then those of up."""
+    return pack_linear(weight, bias)
 
 
 def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
@@ -258,7 +267,8 @@ def linear_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
 
 
 def linear_argmax_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    """`linear_argmax` on a GPU, for any packed weight; compares the float32 sums before they are rounded to x's dtype."""
+    """`linear_argmax` on a GPU, for any packed weight; compares the float32 sums before they are rounded to x's
+    dtype."""
     num_rows = x.shape[0]
     config = _config(x, packed)
     tiles_down = -(-num_rows // config["tile_rows"])
@@ -311,6 +321,61 @@ def _product_arguments(x: torch.Tensor, packed: PackedLinear, config: Config) ->
 
 
 def _config(x: torch.Tensor, packed: PackedLinear) -> Config:
-    """Kinds: `int8` and `fp8` weights under a 16-bit x, `half` where both have 16 bits, `float` for a float32 x with any weight."""
+    """Kinds: `int8` and `fp8` weights under a 16-bit x, `half` where both have 16 bits, `float` for a float32 x with
+    any weight."""
     kind = {torch.int8: "int8", FP8_DTYPE: "fp8"}.get(packed.weight.dtype, "half")
     return bounded_config("linear", "float" if x.dtype == torch.float32 else kind, x.shape[0], x.device)
+
+
+def linear_add(x: torch.Tensor, packed: PackedLinear, residual: torch.Tensor) -> None:
+    """Adds y **in place** into `residual` [num_rows, out_size]."""
+    residual += linear(x, packed)
+
+
+def linear_silu_mul(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """silu(gate) * up [num_rows, out_size / 2] of the two halves of y; `packed` by `pack_linear_gated`."""
+    return silu_mul(linear(x, packed))
+
+
+def linear_rope_write_kv(
+    x: torch.Tensor,
+    packed: PackedLinear,
+    cos_sin: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    layer: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """`rope_write_kv` of y."""
+    return rope_write_kv(
+        linear(x, packed), cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads
+    )
+
+
+def linear_add_triton(x: torch.Tensor, packed: PackedLinear, residual: torch.Tensor) -> None:
+    """`linear_add`; the sum is torch's, one pass over the rows."""
+    residual += linear_triton(x, packed)
+
+
+def linear_silu_mul_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """`linear_silu_mul`."""
+    return silu_mul_triton(linear_triton(x, packed))
+
+
+def linear_rope_write_kv_triton(
+    x: torch.Tensor,
+    packed: PackedLinear,
+    cos_sin: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    layer: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """`linear_rope_write_kv`."""
+    return rope_write_kv_triton(
+        linear_triton(x, packed), cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads
+    )

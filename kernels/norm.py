@@ -3,8 +3,8 @@
 Bound: memory. Shapes: x, residual [num_rows, hidden_size]; weight [hidden_size].
 Source: Zhang and Sennrich, arXiv 1910.07467.
 
-On a GPU one program takes one row and keeps it in registers between the two passes, so each byte is moved once and a row's bits do
-not depend on the batch.
+On a GPU one program takes one row and keeps it in registers between the two passes, so each byte is moved once and a
+row's bits do not depend on the batch.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ Bound: memory. Computed in float32, rounded once.
 
 8-bit KV: with a pool of e4m3 (`floats.py`) a key or value is stored as `value / kv_scale`, saturated at +-448.
 
-On a GPU a program takes the heads of one row, a few at a time: it reads their two halves once and writes each to where it belongs.
+On a GPU a program takes the heads of one row, a few at a time: it reads their two halves once and writes each to
+where it belongs.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ def rope_write_kv(
     num_heads: int,
     kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotates queries and keys, writes keys and values of `layer` into their slots, returns the queries [num_rows, num_heads, head_dim].
+    """Rotates queries and keys, writes keys and values of `layer` into their slots, returns the queries [num_rows,
+    num_heads, head_dim].
 
-    `qkv` [num_rows, (num_heads + 2 num_kv_heads) * head_dim]: queries, keys, values. `cos_sin` float32 [max_position, head_dim]: cosines,
-    then sines, of the head_dim / 2 frequencies. `positions` int32 [num_rows]. `slots` int64 [num_rows]: block * block_size + offset, or
+    `qkv` [num_rows, (num_heads + 2 num_kv_heads) * head_dim]: queries, keys, values. `cos_sin` float32 [max_position,
+    head_dim]: cosines,
+    then sines, of the head_dim / 2 frequencies. `positions` int32 [num_rows]. `slots` int64 [num_rows]: block *
+    block_size + offset, or
     -1 for a row whose keys and values are already in the pool. `kv`: the pool, as in `attention`.
     `kv_scale` float32 [num_layers, 2, num_kv_heads]: keys and values are stored divided by it; None is 1.
     """
@@ -101,7 +105,8 @@ def _rope_write_kv_kernel(
 
     slot = tl.load(slots + row)
     is_kv = mask & (head >= NUM_HEADS) & (slot + 0 * head >= 0)
-    # Keys and values of a layer are neighbours in the pool, so the number behind the query heads is side * NUM_KV_HEADS + head.
+    # Keys and values of a layer are neighbours in the pool, so the number behind the query heads is side *
+    # NUM_KV_HEADS + head.
     side_head = layer * (2 * NUM_KV_HEADS) + (head - NUM_HEADS)
     target = kv + (slot // BLOCK_SIZE) * block_stride + side_head.to(tl.int64) * (BLOCK_SIZE * HEAD_DIM)
     target += (slot % BLOCK_SIZE) * HEAD_DIM + dim[None, :]

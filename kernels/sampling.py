@@ -1,19 +1,22 @@
 """Sampling one token a row by the Gumbel-max trick, with top-k, top-p and min-p.
 
-Per row, with z = logits / temperature:  token = argmax over kept tokens of  z + g,   g = -log(-log(1 - v)),   v uniform in (0, 1).
+Per row, with z = logits / temperature:  token = argmax over kept tokens of  z + g,   g = -log(-log(1 - v)),   v
+uniform in (0, 1).
 
-Noise is counter-based: v of token t is word t % 4 of Philox-4x32-10 (Salmon et al., SC 2011) with the row's seed as key and
-(t // 4, step, stream low word, stream high word) as counter. So a row's tokens depend on its own seed, stream and step alone, never
-on its batch. Temperature 0 takes the largest logit, the lowest index among equals, and no noise.
+Noise is counter-based: v of token t is word t % 4 of Philox-4x32-10 (Salmon et al., SC 2011) with the row's seed as
+key and (t // 4, step, stream low word, stream high word) as counter. So a row's tokens depend on its own seed, stream
+and step alone, never on its batch. Temperature 0 takes the largest logit, the lowest index among equals, and no
+noise.
 
 Filters, each a threshold on z, and equals at a threshold all stay, so that no order among them matters:
     top_k: the k-th largest value
     top_p: the largest value such that the tokens at or above it hold `top_p` of the mass that top_k left
     min_p: log(min_p) below the largest
 
-Bound: memory, the logits. On a GPU one program takes one row and never sorts, nor divides by the softmax's sum: a threshold is found
-digit by digit in the ordered bit pattern of the logits, 4 bits a pass, each pass weighing 16 candidates at once. Greedy rows and
-rows without filters read their logits two times, filtered ones 8 times more per filter, from the second-level cache.
+Bound: memory, the logits. On a GPU one program takes one row and never sorts, nor divides by the softmax's sum: a
+threshold is found digit by digit in the ordered bit pattern of the logits, 4 bits a pass, each pass weighing 16
+candidates at once. Greedy rows and rows without filters read their logits two times, filtered ones 8 times more per
+filter, from the second-level cache.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ _WORD = 0xFFFFFFFF
 class SamplingBatch:
     """How each row is sampled; all [num_rows], contiguous, on the logits' device.
 
-    `temperature` float32, 0 for greedy. `top_k` int32, 0 or less for off. `top_p` float32, 1 for off. `min_p` float32, 0 for off.
+    `temperature` float32, 0 for greedy. `top_k` int32, 0 or less for off. `top_p` float32, 1 for off. `min_p` float32,
+    0 for off.
     `seed` int64, `stream` int64 (which row and which of its samples), `step` int32 (how many tokens it has).
     """
 
@@ -46,7 +50,8 @@ class SamplingBatch:
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """`logits` [num_rows, vocabulary], any float dtype -> token ids int64 [num_rows]. Logits may be -inf, not NaN or +inf."""
+    """`logits` [num_rows, vocabulary], any float dtype -> token ids int64 [num_rows]. Logits may be -inf, not NaN or
+    +inf."""
     wide = logits.float()
     greedy = batch.temperature <= 0
     scaled = (wide - wide.amax(dim=-1, keepdim=True)) / torch.where(greedy, 1.0, batch.temperature)[:, None]
@@ -102,7 +107,8 @@ def philox(counter: list[torch.Tensor], key: tuple[torch.Tensor, torch.Tensor]) 
 
 
 def _multiply_words(words: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Low and high word of a 32 x 32-bit product, by halves: the product itself does not fit a signed 64-bit integer."""
+    """Low and high word of a 32 x 32-bit product, by halves: the product itself does not fit a signed 64-bit
+    integer."""
     low_part = (words & 0xFFFF) * factor
     high_part = (words >> 16) * factor + (low_part >> 16)
     return ((high_part << 16) | (low_part & 0xFFFF)) & _WORD, high_part >> 16
@@ -126,7 +132,8 @@ def _search_threshold(
     BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The largest key such that the tokens at or above it, and above `floor`, weigh `target`: as counts, or as exp(z) by mass."""
+    """The largest key such that the tokens at or above it, and above `floor`, weigh `target`: as counts, or as exp(z)
+    by mass."""
     digit = tl.arange(0, 16)
     found = floor * 0
     for level in range(8):

@@ -1,11 +1,14 @@
-"""The tuning table: tile sizes, warps and pipeline stages per device class, read by the launchers and never measured at job time.
+"""The tuning table: tile sizes, warps and pipeline stages per device class, read by the launchers and never measured at
+job time.
 
-`tuning.json` maps device class -> operation -> shape class -> configuration. `benchmarks/tune_triton.py` remeasures it on a GPU.
-A shape class is exact (`half/128`: element kind and head dimension) or a bound (`int8/16`: up to 16 rows; the last one of a kind also
-serves everything above it). No configuration depends on what else is in a batch where that would change a row's bits.
+`tuning.json` maps device class -> operation -> shape class -> configuration. `benchmarks/tune_triton.py` remeasures
+it on a GPU. A shape class is exact (`half/128`: element kind and head dimension) or a bound (`int8/16`: up to 16
+rows; the last one of a kind also serves everything above it). No configuration depends on what else is in a batch
+where that would change a row's bits.
 
-Device classes: `sm_80` also serves every other device below 9.0 and the consumer devices from 12.0, so its configurations stay
-under their 99 KiB of shared memory; `sm_90` and `sm_100` are the data-centre devices of that name; `interpreter` keeps tiles small.
+Device classes: `sm_80` also serves every other device below 9.0 and the consumer devices from 12.0, so its
+configurations stay under their 99 KiB of shared memory; `sm_90` and `sm_100` are the data-centre devices of that
+name; `interpreter` keeps tiles small.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ def load_table(path: Path = TABLE_PATH) -> Mapping[str, Mapping[str, Mapping[str
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What launchers ask about a device: its row of the table, its streaming multiprocessors, whether it converts e4m3 itself."""
+    """What launchers ask about a device: its row of the table, its streaming multiprocessors, whether it converts e4m3
+    itself."""
 
     device_class: str
     num_processors: int
@@ -74,7 +78,8 @@ def exact_config(operation: str, shape_class: str, device: torch.device) -> Conf
 
 
 def bounded_config(operation: str, kind: str, size: int, device: torch.device) -> Config:
-    """The configuration of `kind` with the smallest bound that is at least `size`, else the one with the largest bound."""
+    """The configuration of `kind` with the smallest bound that is at least `size`, else the one with the largest
+    bound."""
     configs = load_table()[describe_device(device).device_class][operation]
     bounds = sorted(int(name.partition("/")[2]) for name in configs if name.partition("/")[0] == kind)
     if not bounds:

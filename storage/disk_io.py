@@ -82,10 +82,11 @@ class IoThread:
         self._granule = PAGE_BYTES if is_direct else 1
         self._scan = scan
         self._clock = clock
-        self._bounce = Frames(num_frames=depth, block_bytes=block_bytes)
+        self._bounce = Frames(num_frames=2 * depth, block_bytes=block_bytes)  # in flight, and landed
         self._stride = self._bounce.stride
         self._inbox: deque[Request] = deque()
         self._in_flight: dict[int, Request] = {}
+        self._landed: deque[Request] = deque()
         self._again: deque[Request] = deque()
         self._handled: Request | None = None  # taken from one of the above and not yet in another
         self._next_tag = 1
@@ -140,15 +141,20 @@ class IoThread:
         if self._queue is not None:
             try:
                 self._queue.close()  # waits for the kernel to let go of every buffer
-            except OSError as error:
+            except Exception as error:
+                # Whoever waits for a request must hear of its end all the same.
                 self.failure = self.failure or error
-        held = {id(request): request for request in (*self._in_flight.values(), *self._again, *self._inbox)}
+                log.exception("the disk tier's queue could not be closed")
+        held = {
+            id(request): request for request in (*self._in_flight.values(), *self._landed, *self._again, *self._inbox)
+        }
         if self._handled is not None:
             held[id(self._handled)] = self._handled
         for request in held.values():
             if request.outcome is None:
                 self._finish_io_error(request, errno.EIO)
         self._in_flight.clear()
+        self._landed.clear()
         self._again.clear()
         self._inbox.clear()
         self._ready.set()
@@ -174,6 +180,10 @@ class IoThread:
                 self.busy_s += time.monotonic() - began_s
             for completion in completions:
                 self._take(completion)
+            self._start_all(submissions)  # keep the disk busy while the blocks that landed are checked
+            while self._landed:
+                self._handled = self._landed.popleft()
+                self._complete(self._handled)
             self.cpu_s = time.thread_time()
 
     def _start_all(self, submissions: SubmissionQueue) -> None:
@@ -192,17 +202,18 @@ class IoThread:
             request.frame = request.buffer
         else:
             request.frame = self._bounce.take()
-            assert request.frame is not None, "there are as many bounce frames as operations in flight"
+            assert request.frame is not None, "there are as many bounce frames as requests in flight and landed"
         if request.transfer.kind is TransferKind.STORE:
             payload = request.frame.payload
             if not isinstance(request.buffer, Frame):
                 view = payload_view(request.buffer, block_bytes=payload.nbytes)
                 copy_bytes(source=view, target=payload)
+            known = request.frame.payload_checksum
             header = Header(
                 key=request.transfer.key,
                 fingerprint=self._fingerprint,
                 payload_bytes=payload.nbytes,
-                payload_checksum=checksum(payload),
+                payload_checksum=checksum(payload) if known is None else known,
                 generation=request.generation,
                 written_s=self._clock(),
             )
@@ -246,7 +257,7 @@ class IoThread:
             # A direct transfer can only go on at a page boundary; what lies beyond the last one is moved again.
             moved = (request.num_moved + result) // self._granule * self._granule
             if request.num_moved + result >= self._stride:
-                self._complete(request)
+                self._landed.append(request)
                 return
             if moved == request.num_moved:
                 request.num_retries += 1
@@ -301,7 +312,7 @@ class IoThread:
         slots = iter(range(scan.num_slots))
         reading: dict[int, tuple[int, Frame]] = {}
         while True:
-            while (frame := self._bounce.take()) is not None:
+            while len(reading) < self._depth and (frame := self._bounce.take()) is not None:
                 slot = next(slots, None)
                 if slot is None or not self._submit_header(slot, frame):
                     self._bounce.give_back(frame)

@@ -29,13 +29,18 @@ def frame_stride(block_bytes: int) -> int:
     return PAGE_BYTES + -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Frame:
-    """`whole` starts at `address`, a page boundary; `payload` is the part that holds the block's own bytes."""
+    """`whole` starts at `address`, a page boundary; `payload` is the part that holds the block's own bytes.
+
+    `payload_checksum` is the payload's, where whoever wrote the payload has computed it; None: not known. What is
+    stored with a known checksum is not summed again, so damage done to it in memory meanwhile is found on reading back.
+    """
 
     address: int
     whole: memoryview
     payload: memoryview
+    payload_checksum: int | None = None
 
 
 class Frames:
@@ -79,7 +84,11 @@ class Frames:
 
     def take(self) -> Frame | None:
         """A free frame, now the caller's; None when all are taken."""
-        return self._free.pop() if self._free else None
+        if not self._free:
+            return None
+        frame = self._free.pop()
+        frame.payload_checksum = None
+        return frame
 
     def give_back(self, frame: Frame) -> None:
         assert len(self._free) < self.num_frames, "a frame was given back twice"
@@ -94,6 +103,12 @@ def copy_bytes(*, source: memoryview, target: memoryview) -> None:
 def checksum(payload: memoryview) -> int:
     """64 bits against damage, not against malice: XXH3, which costs less than reading the bytes from memory."""
     return xxhash.xxh3_64_intdigest(payload)
+
+
+def fill_frame(frame: Frame, source: memoryview) -> None:
+    """Copy a block into a frame and sum it while it is in the processor's cache: a third of what it costs later."""
+    copy_bytes(source=source, target=frame.payload)
+    frame.payload_checksum = checksum(frame.payload)
 
 
 class Header(NamedTuple):

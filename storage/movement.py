@@ -20,7 +20,7 @@ class BlockUse:
 
     @property
     def disk_use(self) -> float:
-        """`next_use` as the disk's policy sees it: a kept block that this run is done with is of use to the next one."""
+        """`next_use` as the disk's policy sees it: a kept block that this run is done with serves the next one."""
         return sys.float_info.max if self.is_kept and self.next_use == NEVER else self.next_use
 
 

@@ -28,12 +28,13 @@ class UringQueue:
     name = "io_uring"
 
     def __init__(self, file_descriptor: int, depth: int) -> None:
-        check_uring_setup()
+        # Twice the depth: never full, even with each entry waiting for a second submission.
+        num_entries = 2 * depth + 2
+        check_uring_setup(num_entries)
         from pyuring.native import UringCtx
 
         self._fd = file_descriptor
-        # Twice the depth: never full, even with each entry waiting for a second submission.
-        self._ring = UringCtx(entries=2 * depth + 2)
+        self._ring = UringCtx(entries=num_entries)
         if not all(self._ring.probe_opcode_supported(code) for code in (_OPCODE_READ, _OPCODE_WRITE)):
             self._ring.close()
             raise OSError(errno.EOPNOTSUPP, "this kernel's io_uring has no plain read and write")
@@ -77,10 +78,12 @@ class UringQueue:
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        while self._num_in_flight:
-            self.wait()
-        self._ring.close()
-        os.close(self._wake_fd)
+        try:
+            while self._num_in_flight:
+                self.wait()
+        finally:
+            self._ring.close()
+            os.close(self._wake_fd)
 
     def _arm_wake(self) -> None:
         try:
@@ -117,13 +120,13 @@ class UringQueue:
         return False
 
 
-def check_uring_setup() -> None:
-    """Raise the OSError with which the kernel refuses io_uring, if it does; the binding itself loses the errno."""
+def check_uring_setup(num_entries: int = 4) -> None:
+    """Raise the OSError with which the kernel refuses a ring, if it does; the binding itself loses the errno."""
     if not sys.platform.startswith("linux"):
         raise OSError(errno.ENOSYS, "io_uring is Linux only")
     libc = ctypes.CDLL(None, use_errno=True)
     parameters = ctypes.create_string_buffer(256)
-    descriptor = libc.syscall(_SYS_IO_URING_SETUP, 4, parameters)
+    descriptor = libc.syscall(_SYS_IO_URING_SETUP, num_entries, parameters)
     if descriptor < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"io_uring_setup: {os.strerror(code)}")

@@ -9,6 +9,9 @@ Life of a block: consumer's memory → host slot → (the policy's victim) leavi
 → disk slot → arriving: being read into a host frame (`prefetch`), or read straight to the consumer (`get`). It is
 found at every stage; one whose move fails is simply no longer found, and a `get` of it is a miss.
 
+For a disk alone, a host tier of no slots and some spare frames is better than none: a put then copies and is done,
+while without one the consumer's memory stays pinned, and the block hidden, until it is written.
+
 What a put or prefetch displaces is never needed sooner than what it brings (see `Policy.victim`).
 """
 
@@ -20,7 +23,7 @@ from collections.abc import Callable
 
 from batchllm.storage.cost import Decision
 from batchllm.storage.disk import DiskTier
-from batchllm.storage.frame import Frame, copy_bytes
+from batchllm.storage.frame import Frame, copy_bytes, fill_frame
 from batchllm.storage.host import HostTier
 from batchllm.storage.movement import Arrival, BlockUse, Departure, StoreCounters
 from batchllm.storage.policy import NEVER, NextUsePolicy, Policy
@@ -68,11 +71,12 @@ class TieredStore:
 
     def contains(self, key: bytes) -> bool:
         """Whether a `get` begun now would find the block, as far as is known without reading it."""
-        return self.is_near(key) or self._shelf.contains(key)
+        return self._is_held(key) or key in self._waiting_keys
 
     def is_near(self, key: bytes) -> bool:
         """Whether the block lies in memory, so that a `get` begun now would be done on return."""
-        return key in self._leaving or (self.host is not None and self.host.contains(key))
+        in_host = self.host is not None and self.host.contains(key)
+        return in_host or key in self._leaving or key in self._waiting_keys
 
     def put(
         self, key: bytes, data: memoryview, *, next_use: float, recompute_tokens: int = 0, keep: bool = False
@@ -81,8 +85,8 @@ class TieredStore:
         view = payload_view(data, block_bytes=self.block_bytes)
         transfer = Transfer(TransferKind.STORE, key, self.block_bytes)
         self.counters.num_puts += 1
-        is_known = self.contains(key)
-        if is_known or key in self._waiting_keys:
+        is_known = self._is_held(key) and key not in self._arriving
+        if key in self._uses:
             self._uses[key].recompute_tokens = recompute_tokens
             self._uses[key].is_kept |= keep
             self.set_next_use(key, next_use)
@@ -116,6 +120,8 @@ class TieredStore:
             self._shelf.load(key, view, on_end=lambda inner: self._end_get_from_disk(transfer, inner))
             self._note_use(key)
             return transfer
+        elif key in self._waiting_keys:
+            copy_bytes(source=next(data for put, data in self._waiting if put.key == key), target=view)
         else:
             return self._end_get(transfer, Outcome.MISS, cause=MissCause.ABSENT)
         self.counters.num_host_hits += 1
@@ -226,9 +232,11 @@ class TieredStore:
             self._to_keep.popleft()
 
     def _place(self, transfer: Transfer, data: memoryview) -> bool:
-        """Give a put its place or its end; False where it has to wait for a spare frame."""
+        """Give a put its place or its end; False where it has to wait for a move that is under way."""
         key, host = transfer.key, self.host
-        if self.contains(key):
+        if key in self._arriving:
+            return False  # if that fails, these bytes are needed
+        if self._is_held(key):
             self._end(transfer, Outcome.DONE)
             return True
         use = self._uses[key]
@@ -237,7 +245,7 @@ class TieredStore:
             return True
         frame = self._make_room(use.next_use)
         if frame is not None:
-            copy_bytes(source=data, target=frame.payload)
+            self._fill(frame, data)
             host.commit(key, frame)
             self._host_policy.touch(key, use.next_use)
             if use.is_kept:
@@ -256,13 +264,19 @@ class TieredStore:
                 return False
             self._refuse_put(transfer, Outcome.FULL)
             return True
-        copy_bytes(source=data, target=spare.payload)
+        self._fill(spare, data)
         refused = self._leave(key, spare)
         if refused is None:
             self._end(transfer, Outcome.DONE)
         else:
             self._refuse_put(transfer, refused)
         return True
+
+    def _fill(self, frame: Frame, data: memoryview) -> None:
+        if self.disk is not None:
+            fill_frame(frame, data)
+        else:
+            copy_bytes(source=data, target=frame.payload)
 
     def _make_room(self, next_use: float) -> Frame | None:
         """A reserved host frame for a block needed at `next_use`; None where there is none to be had now."""
@@ -304,8 +318,12 @@ class TieredStore:
         self._forget_if_gone(key)
 
     def _forget_if_gone(self, key: bytes) -> None:
-        if not self.contains(key) and key not in self._arriving and key not in self._waiting_keys:
+        if not self.contains(key) and key not in self._arriving:
             self._uses.pop(key, None)
+
+    def _is_held(self, key: bytes) -> bool:
+        in_host = self.host is not None and self.host.contains(key)
+        return in_host or key in self._leaving or self._shelf.contains(key)
 
     # The way to disk.
 

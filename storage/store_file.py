@@ -9,6 +9,7 @@ blocks. A file that is not kept has no name from the start, so nothing is left b
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -180,15 +181,27 @@ def _make_room(file_descriptor: int, *, num_slots: int, stride: int, notes: list
     length = slot_offset(num_slots, stride=stride)
     if length < size.st_size:
         os.ftruncate(file_descriptor, length)
-    try:
-        os.posix_fallocate(file_descriptor, 0, length)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSPC, errno.EDQUOT):
-            raise
+    code = _reserve(file_descriptor, length)
+    if code in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOSPC, errno.EDQUOT):
         # Not reserved: each write finds out for itself, and a failed one is a store that did not happen.
-        notes.append(f"not preallocated ({error.strerror})")
+        notes.append(f"not preallocated ({os.strerror(code)})")
         os.ftruncate(file_descriptor, length)
+    elif code:
+        raise OSError(code, os.strerror(code))
     return num_slots
+
+
+def _reserve(file_descriptor: int, length: int) -> int:
+    """Reserve the file's blocks up to `length`; 0 or an errno.
+
+    The system call itself: where a file system has none, `os.posix_fallocate` would write to every block instead.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    while libc.fallocate(file_descriptor, 0, ctypes.c_long(0), ctypes.c_long(length)) != 0:
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            return code
+    return 0
 
 
 def _write_superblock(file_descriptor: int, *, fingerprint: bytes, block_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import threading
@@ -61,9 +62,9 @@ class ThreadQueue:
                 move = os.pwritev if operation.is_write else os.preadv
                 result = move(self._fd, [operation.view], operation.offset)
             except OSError as error:
-                result = -(error.errno or 5)
+                result = -(error.errno or errno.EIO)
             except Exception:
                 # A bug, not a fault of the disk: whoever waits must hear of it, and this thread must not hide it.
-                self._completions.put(Completion(operation.tag, -5))
+                self._completions.put(Completion(operation.tag, -errno.EIO))
                 raise
             self._completions.put(Completion(operation.tag, result))

@@ -9,17 +9,14 @@ from pathlib import Path
 
 import duckdb
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchllm.data.openai_input import CARRIED_COLUMNS, ID_COLUMN, spool_requests
-from batchllm.data.parquet_files import ParquetFiles, check_columns, find_files, first_line, open_files, read_batches
+from batchllm.data.parquet_files import ParquetFiles, check_columns, find_files, open_files, read_batches
 from batchllm.data.schema import carried_fields, carried_type
 from batchllm.data.sections import InputSection, JobSections
+from batchllm.data.spool import is_text_table, spool_query, spool_text_files
 from batchllm.data.templates import template_columns
-from batchllm.errors import InputError, JobError
-
-_SPOOL_BYTES = 16 << 20
-_DUCKDB_MEMORY = "1GB"
+from batchllm.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +64,13 @@ def open_input(job: JobSections, *, spool_folder: Path, limit: int | None = None
     name = "input.sql" if section.sql is not None else "input.path"
     is_spooled, table = _open_table(job, spool_folder=spool_folder, name=name)
     columns = needed_columns(job, schema=table.schema)
-    if section.sql is None and not is_spooled:
-        check_columns(table, columns, name=name)
+    check_columns(table, columns, name=name)
     if table.num_rows == 0:
         raise InputError(f"{name}: the input has no rows")
     carried = carried_fields(section, table.schema)
-    if not is_spooled:
-        _check_carried_types(table, section)
+    _check_carried_types(table, section)
     if job.prompt.messages is not None:
-        _check_messages_type(job.prompt.messages, table.schema.field(job.prompt.messages).type, name=name)
+        _check_messages_type(table, job.prompt.messages, name=name)
     return Input(
         name=name,
         schema=table.schema,
@@ -130,55 +125,14 @@ def needed_columns(job: JobSections, *, schema: pa.Schema) -> list[str]:
 def _open_table(job: JobSections, *, spool_folder: Path, name: str) -> tuple[bool, ParquetFiles]:
     section = job.input
     if section.sql is not None:
-        return True, _spool(section.sql, folder=job.folder, spool_folder=spool_folder, name=name)
+        spool = spool_query(section.sql, folder=job.folder, spool_folder=spool_folder, name=name)
+        return True, open_files([spool], name=name)
     assert section.path is not None
     files = find_files(section.path)
-    reader = _text_reader(files)
-    if reader is None:
+    if not is_text_table(files):
         return False, open_files(files, name=name)
-    return True, _spool(reader, folder=job.folder, spool_folder=spool_folder, name=name)
-
-
-def _text_reader(files: tuple[Path, ...]) -> str | None:
-    """The query that reads CSV or JSON lines; None for Parquet. Text stays text: no guessing of numbers and dates."""
-    listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in files)
-    name = files[0].name.lower().removesuffix(".gz").removesuffix(".zst")
-    if name.endswith((".csv", ".tsv")):
-        return f"SELECT * FROM read_csv([{listed}], header = true, all_varchar = true)"
-    if name.endswith((".jsonl", ".ndjson")):
-        options = "format = 'newline_delimited', records = true, dateformat = 'never', timestampformat = 'never'"
-        return f"SELECT * FROM read_json([{listed}], {options})"
-    return None
-
-
-def _spool(sql: str, *, folder: Path, spool_folder: Path, name: str) -> ParquetFiles:
-    """Runs a query and writes its rows to one Parquet file, streaming. Raises JobError for a query that is refused."""
-    path = spool_folder / "input.parquet"
-    connection = duckdb.connect()
-    try:
-        connection.execute(f"SET memory_limit = '{_DUCKDB_MEMORY}'")
-        connection.execute("SET temp_directory = ?", [str(spool_folder / "duckdb")])
-        connection.execute("SET file_search_path = ?", [str(folder)])
-        statements = connection.extract_statements(sql)
-        if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
-            raise JobError(f"{name}: needs one SELECT statement")
-        reader = connection.sql(statements[0].query).to_arrow_reader(1024)
-        with pq.ParquetWriter(path, reader.schema, compression="zstd", compression_level=1) as writer:
-            batches: list[pa.RecordBatch] = []
-            for batch in reader:
-                batches.append(batch)
-                if sum(waiting.nbytes for waiting in batches) >= _SPOOL_BYTES:
-                    writer.write_table(pa.Table.from_batches(batches))
-                    batches = []
-            if batches:
-                writer.write_table(pa.Table.from_batches(batches))
-    except duckdb.Error as error:
-        raise InputError(f"{name}: {first_line(error)}") from None
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{name}: its rows cannot be staged: {first_line(error)}") from None
-    finally:
-        connection.close()
-    return open_files([path], name=name)
+    spool = spool_text_files(files, spool_folder=spool_folder, name=name)
+    return True, open_files([spool], name=name)
 
 
 def _spool_fingerprint(table: ParquetFiles) -> dict[str, object]:
@@ -203,8 +157,7 @@ def _files_fingerprint(table: ParquetFiles) -> dict[str, object]:
 def _check_carried_types(table: ParquetFiles, section: InputSection) -> None:
     """All files carry the id and kept columns under one type, since the output has one schema."""
     columns = [*((section.id,) if section.id is not None else ()), *section.keep]
-    for path in table.files[1:] if columns else ():
-        schema = pq.read_schema(path)
+    for path, schema in zip(table.files, table.schemas, strict=True):
         for column in columns:
             first, other = carried_type(table.schema.field(column).type), carried_type(schema.field(column).type)
             if first != other:
@@ -213,19 +166,22 @@ def _check_carried_types(table: ParquetFiles, section: InputSection) -> None:
                 )
 
 
-def _check_messages_type(column: str, type_: pa.DataType, *, name: str) -> None:
-    """A list of structs with text fields `role` and `content`, in any order and beside other fields."""
-    type_ = carried_type(type_)
-    if pa.types.is_list(type_) or pa.types.is_large_list(type_):
-        message = type_.value_type
-        if pa.types.is_struct(message):
-            fields = {field.name: field.type for field in message}
-            if all(_is_text(fields.get(key)) for key in ("role", "content")):
-                return
-    raise InputError(
-        f"{name}: column {column!r} is {type_}; prompt.messages wants a list of structs "
-        "with text fields role and content"
-    )
+def _check_messages_type(table: ParquetFiles, column: str, *, name: str) -> None:
+    """In every file a list of structs with text fields `role` and `content`, in any order and beside other fields."""
+    for path, schema in zip(table.files, table.schemas, strict=True):
+        type_ = carried_type(schema.field(column).type)
+        if not _is_conversation(type_):
+            raise InputError(
+                f"{name}: {path}: column {column!r} is {type_}; prompt.messages wants a list of structs "
+                "with text fields role and content"
+            )
+
+
+def _is_conversation(type_: pa.DataType) -> bool:
+    if not (pa.types.is_list(type_) or pa.types.is_large_list(type_)) or not pa.types.is_struct(type_.value_type):
+        return False
+    fields = {field.name: field.type for field in type_.value_type}
+    return all(_is_text(fields.get(key)) for key in ("role", "content"))
 
 
 def _is_text(type_: pa.DataType | None) -> bool:

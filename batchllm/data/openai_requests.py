@@ -220,7 +220,7 @@ def parse_line(data: bytes, *, line: int) -> Request:
             raise ValueError(f"custom_id {'is missing' if custom_id is None else 'must be text'}")
         if value.get("method", "POST") != "POST":
             raise ValueError(f"method {_short(value['method'])} is not supported; only POST is")
-        if url not in SERVICE_DEFAULTS:
+        if not isinstance(url, str) or url not in SERVICE_DEFAULTS:
             what = "is missing" if url is None else f"{_short(url)} is not supported"
             raise ValueError(f"url {what}; write {CHAT_URL} or {COMPLETIONS_URL}")
         if not isinstance(body, dict):

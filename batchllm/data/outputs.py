@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 import os
 import secrets
 import shutil
@@ -13,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from batchllm.data.completion_table import completion_table
 from batchllm.data.kept import KeptRows
 from batchllm.data.lock import RunLock
 from batchllm.data.parts import (
@@ -258,36 +257,12 @@ class OutputWriter:
     def _write(self, rows: list[Completion]) -> None:
         rows.sort(key=lambda row: (row.row_index, row.sample_index))
         path = self._output.path / part_name(self._number, run_id=self._output.run_id)
-        write_part(self._table(rows), path, fingerprint=self._output.fingerprint)
+        table = completion_table(
+            rows, schema=self._schema, kept=self._kept, run_id=self._output.run_id, model=self._model
+        )
+        write_part(table, path, fingerprint=self._output.fingerprint)
         self._number += 1
         self.num_rows_written += len(rows)
-
-    def _table(self, rows: list[Completion]) -> pa.Table:
-        row_index = np.fromiter((row.row_index for row in rows), dtype=np.int64, count=len(rows))
-        kept = self._kept.take(row_index)
-        columns: dict[str, Any] = {name: kept.column(name) for name in kept.schema.names}
-        columns |= {
-            "row_index": row_index,
-            "sample_index": [row.sample_index for row in rows],
-            "completion": [row.text if row.error is None else None for row in rows],
-            "finish_reason": ["error" if row.error is not None else row.finish_reason for row in rows],
-            "stop_reason": [row.stop_reason for row in rows],
-            "error": [None if row.error is None else _writable(row.error) for row in rows],
-            "completion_tokens": [len(row.token_ids) for row in rows],
-            "run_id": [self._output.run_id] * len(rows),
-            "model": [self._model] * len(rows),
-            "token_ids": [row.token_ids if row.error is None else None for row in rows],
-            "logprobs": [_logprobs(row) for row in rows] if "logprobs" in self._schema.names else None,
-        }
-        for name in ("prompt_tokens", "cached_tokens", "restored_tokens", "preemptions"):
-            columns[name] = [getattr(row, name) for row in rows]
-        for name in ("queue_s", "ttft_s", "tpot_s", "e2e_s"):
-            columns[name] = [getattr(row, name) for row in rows]
-        arrays = []
-        for field in self._schema:
-            values = columns[field.name]
-            arrays.append(values if isinstance(values, pa.ChunkedArray) else pa.array(values, type=field.type))
-        return pa.Table.from_arrays(arrays, schema=self._schema)
 
 
 def _size_bytes(completion: Completion) -> int:
@@ -296,26 +271,3 @@ def _size_bytes(completion: Completion) -> int:
     if completion.logprobs:
         size += sum(120 + 120 * len(entry[2]) for entry in completion.logprobs)
     return size
-
-
-def _writable(text: str) -> str:
-    """Error texts may quote names that are no UTF-8; the column must be."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def _logprobs(completion: Completion) -> list[dict[str, object]] | None:
-    if completion.logprobs is None or completion.error is not None:
-        return None
-    return [
-        {
-            "token_id": token_id,
-            "logprob": _finite(logprob),
-            "top": [{"token_id": other, "logprob": _finite(value)} for other, value in top],
-        }
-        for token_id, logprob, top in completion.logprobs
-    ]
-
-
-def _finite(value: float) -> float | None:
-    """A filtered-out alternative has probability 0: NULL, since -inf breaks JSON and averages."""
-    return value if math.isfinite(value) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,17 @@ _READ_BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ParquetFiles:
-    """Files in the order of their rows. `schema` is the first file's; `file_rows` counts the rows of each."""
+    """Files in the order of their rows, and of each: its number of rows, its schema, the digest of its footer."""
 
     files: tuple[Path, ...]
     file_rows: tuple[int, ...]
-    schema: pa.Schema
+    schemas: tuple[pa.Schema, ...]
     footers: tuple[str, ...]
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The first file's."""
+        return self.schemas[0]
 
     @property
     def num_rows(self) -> int:
@@ -61,7 +67,7 @@ def find_files(path: str) -> tuple[Path, ...]:
 
 def open_files(files: Sequence[Path], *, name: str) -> ParquetFiles:
     """Reads the footers. `name` stands for the input in errors. Raises InputError naming the file."""
-    schema: pa.Schema | None = None
+    schemas: list[pa.Schema] = []
     file_rows: list[int] = []
     footers: list[str] = []
     for path in files:
@@ -71,19 +77,12 @@ def open_files(files: Sequence[Path], *, name: str) -> ParquetFiles:
             footers.append(_footer_digest(path))
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{name}: {path}: cannot be read as Parquet: {first_line(error)}") from None
-        schema = schema if schema is not None else file_schema
-        _check_duplicates(file_schema, path=path)
+        schemas.append(file_schema)
         file_rows.append(num_rows)
-    assert schema is not None
-    return ParquetFiles(files=tuple(files), file_rows=tuple(file_rows), schema=schema, footers=tuple(footers))
-
-
-def _check_duplicates(schema: pa.Schema, *, path: Path) -> None:
-    seen: set[str] = set()
-    for name in schema.names:
-        if name in seen:
-            raise InputError(f"{path}: has two columns named {name!r}")
-        seen.add(name)
+        twice = next((column for column, count in Counter(file_schema.names).items() if count > 1), None)
+        if twice is not None:
+            raise InputError(f"{name}: {path}: has two columns named {twice!r}")
+    return ParquetFiles(files=tuple(files), file_rows=tuple(file_rows), schemas=tuple(schemas), footers=tuple(footers))
 
 
 def _footer_digest(path: Path) -> str:
@@ -97,10 +96,8 @@ def _footer_digest(path: Path) -> str:
 
 
 def check_columns(table: ParquetFiles, columns: Sequence[str], *, name: str) -> None:
-    """Every file has the columns, under types that can be carried alike. Raises InputError naming file and column."""
-    for path in table.files:
-        with pq.ParquetFile(path) as file:
-            schema = file.schema_arrow
+    """Every file has the columns. Raises InputError naming file and column."""
+    for path, schema in zip(table.files, table.schemas, strict=True):
         for column in columns:
             if column not in schema.names:
                 raise InputError(f"{name}: {path}: has no column {column!r}; its columns: {', '.join(schema.names)}")
@@ -116,9 +113,22 @@ def read_batches(table: ParquetFiles, columns: Sequence[str], *, name: str) -> I
                     num_rows += batch.num_rows
                     yield batch.select(list(columns))
         except (OSError, pa.ArrowException) as error:
-            raise InputError(f"{name}: {path}: cannot be read: {first_line(error)}") from None
+            place = _failing_column(path, columns)
+            raise InputError(f"{name}: {path}: {place}cannot be read: {first_line(error)}") from None
         if num_rows != expected_rows:
             raise InputError(f"{name}: {path}: gave {num_rows} rows where its footer says {expected_rows}")
+
+
+def _failing_column(path: Path, columns: Sequence[str]) -> str:
+    """Names the first column that cannot be read by itself, such as an encrypted one; empty where each can."""
+    for column in columns:
+        try:
+            with pq.ParquetFile(path, buffer_size=_READ_BUFFER_BYTES) as file:
+                for _ in file.iter_batches(batch_size=BATCH_ROWS, columns=[column], use_threads=False):
+                    pass
+        except (OSError, pa.ArrowException):
+            return f"column {column!r} "
+    return ""
 
 
 def first_line(error: Exception) -> str:

@@ -17,13 +17,18 @@ from batchllm.engine.blocks import num_blocks_for
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.pool import KvShape, make_pool
 from batchllm.engine.sampling import LogprobEntry, Sampler
-from batchllm.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig, WaitingSequence
+from batchllm.engine.scheduler import KvTiers, ScheduledStep, Scheduler, SchedulerConfig, WaitingSequence
 from batchllm.engine.step import StepBatch, build_step
 from batchllm.engine.stopping import Stopping
+from batchllm.engine.transfer import HostMover, TierSetup
 from batchllm.kernels.attention import CHUNK, AttentionPlan
 from batchllm.ops import Kernels
 from batchllm.plan.plan import Plan
 from batchllm.prompt import Completion, SamplingParams
+from batchllm.storage.cost import Rate
+
+_TRANSFER_WAIT_S = 1.0
+"""How long a step that can run nothing waits for a block from a tier before it looks again."""
 
 _MAX_LOGIT_ROWS = 128
 """Rows whose logits exist at once: 25 MB for a vocabulary of 49,152."""
@@ -105,12 +110,13 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes of one engine. `num_blocks` of `block_size` tokens in the device pool."""
+    """Sizes of one engine. `num_blocks` of `block_size` tokens in the device pool. `evict_least_recent`: see `SchedulerConfig`."""
 
     block_size: int
     num_blocks: int
     max_step_tokens: int
     max_sequences: int
+    evict_least_recent: bool = False
 
 
 @dataclass(slots=True)
@@ -121,7 +127,8 @@ class _Record:
     row_index: int
     sample_index: int
     prompt_tokens: int
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
+    restored_tokens: int = 0
     preemptions: int = 0
     scheduled_at: float = 0.0
     first_token_at: float = 0.0
@@ -150,8 +157,9 @@ class Engine:
         config: EngineConfig,
         seed: int,
         started_at: float,
+        tiers: TierSetup | None = None,
     ) -> None:
-        """`started_at`: `time.monotonic()` of the job's start, from which waiting times count."""
+        """`started_at`: `time.monotonic()` of the job's start, from which waiting times count. Owns `tiers`: see `close`."""
         self.decoder = decoder
         self.config = config
         self.metrics = RunMetrics(num_blocks=config.num_blocks)
@@ -168,6 +176,10 @@ class Engine:
             control_tokens=vocabulary.special_tokens,
         )
         self._records: dict[int, _Record] = {}
+        self._is_noted = np.zeros(config.max_sequences, dtype=bool)
+        self.mover = None
+        if tiers is not None:
+            self.mover = HostMover(pool=self._kv, store=tiers.store, costs=tiers.costs)
         self._refused: list[Completion] = []
         self.scheduler = Scheduler(
             config=SchedulerConfig(
@@ -175,12 +187,15 @@ class Engine:
                 max_step_tokens=config.max_step_tokens,
                 max_sequences=config.max_sequences,
                 max_context=decoder.config.max_context,
+                evict_least_recent=config.evict_least_recent,
             ),
-            tree=plan.tree,
-            num_positions=plan.num_prompts,
+            plan=plan,
             num_blocks=config.num_blocks,
             load=self._load,
             on_preempt=self._on_preempt,
+            tiers=None
+            if tiers is None or self.mover is None
+            else KvTiers(mover=self.mover, root=tiers.root, persist=tiers.persist),
         )
 
     def run(
@@ -194,6 +209,11 @@ class Engine:
         self.scheduler.check_integrity()
         return True
 
+    def close(self) -> None:
+        """Ends what is on its way to the tiers and closes them."""
+        if self.mover is not None:
+            self.mover.close()
+
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """One forward pass; the completions that it finished, and rows that were refused on the way."""
@@ -202,7 +222,9 @@ class Engine:
         self._note_admissions(step)
         if step.slots.size == 0:
             refused, self._refused = self._refused, []
-            if not refused and not step.preempted:
+            if self.scheduler.num_in_flight:
+                self.scheduler.wait(_TRANSFER_WAIT_S)
+            elif not refused and not step.preempted:
                 raise AssertionError("nothing can run and nothing is in flight")
             return self._count(refused)
         batch = build_step(step, self.scheduler, chunk=CHUNK)
@@ -257,15 +279,10 @@ class Engine:
         table, now = self.scheduler.table, time.monotonic()
         for slot in step.admitted:
             record = self._records[int(table.position[slot])]
-            cached = int(self.scheduler.cached_tokens[slot])
+            self._is_noted[slot] = False
             tokens = table.tokens[slot, : table.num_tokens[slot]]
             if record.scheduled_at == 0.0:
                 record.scheduled_at = now
-                record.cached_tokens = cached
-                self.metrics.prompt_tokens += record.prompt_tokens
-                self.metrics.cached_prompt_tokens += cached
-            else:
-                self.metrics.recomputed_tokens += tokens.size - cached
             prompt, output = tokens[: record.prompt_tokens], tokens[record.prompt_tokens :]
             self._sampler.add(
                 slot,
@@ -277,6 +294,22 @@ class Engine:
                 ending_ids=self._stopping.ending_ids(record.params),
             )
             self._stopping.add(slot, record.params, output_ids=output.tolist())
+
+    def _note_reuse(self, slots: np.ndarray) -> None:
+        """Once an admission: what the sequence did not have to compute, known when its first token is sampled."""
+        table, scheduler = self.scheduler.table, self.scheduler
+        for slot in slots[~self._is_noted[slots]]:
+            record = self._records[int(table.position[slot])]
+            cached, restored = int(scheduler.cached_tokens[slot]), int(scheduler.restored_tokens[slot])
+            record.restored_tokens += restored
+            self.metrics.restored_tokens += restored
+            if record.cached_tokens is None:
+                record.cached_tokens = cached
+                self.metrics.prompt_tokens += record.prompt_tokens
+                self.metrics.cached_prompt_tokens += cached
+            else:
+                self.metrics.recomputed_tokens += int(table.num_tokens[slot]) - cached
+        self._is_noted[slots] = True
 
     def _on_preempt(self, slot: int) -> None:
         self._records[int(self.scheduler.table.position[slot])].preemptions += 1
@@ -314,6 +347,7 @@ class Engine:
     def _sample(self, hidden: torch.Tensor, slots: np.ndarray) -> list[Completion]:
         """Samples a token for each of `slots`, appends it, and answers the sequences that end with it."""
         table = self.scheduler.table
+        self._note_reuse(slots)
         positions = (table.num_tokens[slots] - table.prompt_length[slots]).astype(np.int64)
         token_ids = np.zeros(slots.size, dtype=np.int64)
         bad_rows: dict[int, str] = {}
@@ -358,7 +392,8 @@ class Engine:
             row_index=record.row_index,
             sample_index=record.sample_index,
             prompt_tokens=record.prompt_tokens,
-            cached_tokens=record.cached_tokens,
+            cached_tokens=record.cached_tokens or 0,
+            restored_tokens=record.restored_tokens,
             preemptions=record.preemptions,
             queue_s=record.scheduled_at - self._started_at,
             e2e_s=now - self._started_at,
@@ -390,6 +425,8 @@ class Engine:
     def _log(self, step: ScheduledStep, batch: StepBatch, tally: _Tally, finished_at: float) -> None:
         scheduler, metrics = self.scheduler, self.metrics
         prefill_rows = batch.token_ids.size - step.num_decode
+        if self.mover is not None and prefill_rows > step.num_decode:
+            self.mover.costs.observe(Rate.PREFILL, amount=prefill_rows, seconds=tally.model_s)
         metrics.num_steps += 1
         metrics.computed_prompt_tokens += prefill_rows
         metrics.num_allocated_slots = scheduler.num_allocated * self.config.block_size

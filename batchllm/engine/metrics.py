@@ -42,6 +42,7 @@ class RunMetrics:
     `prompt_tokens` of sequences admitted so far, of which `cached_prompt_tokens` were found in the pool.
     `generated_tokens` so far, of which `completion_tokens` belong to finished rows.
     `computed_prompt_tokens` counts every prefill row, work repeated after a preemption (`recomputed_tokens`) included.
+    `restored_tokens` came back from a tier instead.
     `num_unfilled_slots` of `num_allocated_slots` token slots were given back without ever holding a token.
     `schedule_s`, `model_s` and `sample_s` are the parts of the steps; the device may still compute while the host samples.
     """
@@ -56,6 +57,7 @@ class RunMetrics:
     num_errors: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    restored_tokens: int = 0
     num_allocated_slots: int = 0
     num_unfilled_slots: int = 0
     peak_used_blocks: int = 0

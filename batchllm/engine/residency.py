@@ -14,17 +14,26 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from batchllm.engine.blocks import BlockPool
+from batchllm.engine.offload import Offload
+from batchllm.plan.lifetime import NEVER, NextUses
 from batchllm.plan.tree import PrefixTree
 
 
 @dataclass(slots=True)
 class _NodeBlocks:
-    """`blocks[i]` is block `first + i` of the prompts below. The tail may be copied in steps after `tail_step`."""
+    """`blocks[i]` is block `first + i` of the prompts below, `tail` the block the node ends in, or -1.
+
+    The first `num_written` blocks, and the tail if `tail_written`, hold their tokens; the rest will when the step that is being
+    planned has run. `tokens`: those of a prompt below, up to the node's end; kept only where blocks may be offloaded.
+    """
 
     first: int
+    tokens: np.ndarray | None
     blocks: list[int] = field(default_factory=list)
+    num_written: int = 0
     tail: int = -1
-    tail_step: int = -1
+    tail_written: bool = False
+    last_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +52,48 @@ class PrefixHit:
 class TreeResidency:
     """The tree's blocks in the pool. The scheduler registers what a step writes, and asks what a sequence finds."""
 
-    def __init__(self, *, tree: PrefixTree, pool: BlockPool, block_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        tree: PrefixTree,
+        pool: BlockPool,
+        block_size: int,
+        next_uses: NextUses,
+        offload: Offload | None,
+        evict_least_recent: bool,
+    ) -> None:
+        """`offload` is given what leaves before its last use. `evict_least_recent`: by recency, for comparison, not by next use."""
         self._tree = tree
+        self._next_uses = next_uses
+        self._offload = offload
+        self._evict_least_recent = evict_least_recent
         self._pool = pool
         self._block_size = block_size
         self._nodes: dict[int, _NodeBlocks] = {}
         # References that nodes hold, by block: nested nodes may keep one block as the tail of each.
         self._num_holders = np.zeros(pool.num_blocks, dtype=np.int32)
         self._num_waiting = (tree.last - tree.first).astype(np.int64)
+        self._fresh: set[int] = set()
+        self._unneeded: set[int] = set()
+
+    def settle(self) -> None:
+        """The planned step has run: what it wrote can be copied and saved, and nodes that nothing waits for let go."""
+        for node in self._fresh & self._nodes.keys():
+            resident = self._nodes[node]
+            resident.num_written = len(resident.blocks)
+            resident.tail_written = resident.tail >= 0
+        self._fresh.clear()
+        for node in sorted(self._unneeded, reverse=True):
+            if self._num_waiting[node] == 0:
+                self._release(node, next_use=None)
+        self._unneeded.clear()
 
     def path(self, position: int) -> list[int]:
         """Nodes above plan position `position`, the topmost first."""
+        return self._path_to(int(self._tree.leaf_node[position]))
+
+    def _path_to(self, node: int) -> list[int]:
         nodes: list[int] = []
-        node = int(self._tree.leaf_node[position])
         while node >= 0:
             nodes.append(node)
             node = int(self._tree.parent[node])
@@ -63,7 +101,7 @@ class TreeResidency:
         return nodes
 
     def find(self, path: list[int], *, step: int) -> PrefixHit:
-        """The longest run of leading tokens whose KV is in the pool, or in whole blocks that step `step` itself writes."""
+        """The longest run of leading tokens whose KV is in the pool, or in whole blocks that the planned step `step` writes."""
         size = self._block_size
         blocks: list[int] = []
         for node in path:
@@ -71,20 +109,26 @@ class TreeResidency:
             resident = self._nodes.get(node)
             if resident is not None:
                 blocks.extend(resident.blocks)
+                resident.last_step = step
             if owned > 0 and (resident is None or len(resident.blocks) < owned):
                 break
         covered = len(blocks) * size
-        tail, tail_end, tail_step = -1, covered, -1
+        tail, tail_end, tail_written = -1, covered, True
         for node in path:
             resident, end = self._nodes.get(node), int(self._tree.end[node])
             if resident is not None and resident.tail >= 0 and end // size == len(blocks) and end > tail_end:
-                tail, tail_end, tail_step = resident.tail, end, resident.tail_step
-        if tail >= 0 and tail_step == step:
+                tail, tail_end, tail_written = resident.tail, end, resident.tail_written
+        if not tail_written:
             return PrefixHit(covered, blocks, wait=True)
         return PrefixHit(tail_end, blocks, copy_from=tail)
 
-    def register(self, path: list[int], *, table: np.ndarray, start: int, stop: int, step: int) -> None:
-        """Step `step` writes tokens [start, stop) of a sequence with block ids `table`: its nodes take what they can share."""
+    def register(
+        self, path: list[int], *, table: np.ndarray, tokens: np.ndarray, start: int, stop: int, step: int
+    ) -> None:
+        """The planned step `step` writes tokens [start, stop) of a sequence with blocks `table`: its nodes take what they can share.
+
+        `tokens`: the sequence's, at least `stop` of them.
+        """
         size = self._block_size
         for node in path:
             node_start, end = int(self._tree.start[node]), int(self._tree.end[node])
@@ -93,7 +137,9 @@ class TreeResidency:
             resident = self._nodes.get(node)
             first = node_start // size
             if resident is None:
-                resident = self._nodes[node] = _NodeBlocks(first)
+                kept = None if self._offload is None else tokens[:end].copy()
+                resident = self._nodes[node] = _NodeBlocks(first, kept, last_step=step)
+            self._fresh.add(node)
             next_block = first + len(resident.blocks)
             complete = min(stop, end) // size
             if next_block < complete:
@@ -101,37 +147,42 @@ class TreeResidency:
                 self._hold(added)
                 resident.blocks.extend(int(block) for block in added)
             if end % size and resident.tail < 0 and start < end <= stop:
-                resident.tail, resident.tail_step = int(table[end // size]), step
+                resident.tail = int(table[end // size])
                 self._hold(table[end // size : end // size + 1])
 
     def admit(self, path: list[int]) -> None:
-        """A prompt below these nodes runs now; a node for which none waits any more gives its blocks back."""
+        """A prompt below these nodes runs now; a node for which none waits any more lets go when the planned step has run."""
         for node in path:
             self._num_waiting[node] -= 1
             if self._num_waiting[node] == 0:
-                self._release(node)
+                self._unneeded.add(node)
 
     def readmit(self, path: list[int]) -> None:
         """A prompt below these nodes was preempted and waits again."""
         for node in path:
             self._num_waiting[node] += 1
 
-    def evict(self, num_blocks: int, *, keep: set[int]) -> int:
-        """Gives back blocks that only the tree holds until `num_blocks` are free, farthest next use first; returns how many.
+    def evict(self, num_blocks: int, *, keep: set[int], position: int) -> None:
+        """Gives back blocks that only the tree holds until `num_blocks` are free; nodes in `keep` stay.
 
-        Nodes in `keep` stay. A node's next use is the plan position of the next prompt below it, so the last in order goes first,
-        and of nested nodes the deepest.
+        A node whose next use, at plan position `position` or after, is farthest goes first, and of nested nodes the deepest.
         """
-        freed = 0
-        for node in sorted(self._nodes, key=lambda node: (-int(self._tree.first[node]), -int(self._tree.end[node]))):
+        if self._evict_least_recent:
+            order = sorted(self._nodes, key=lambda node: (self._nodes[node].last_step, -int(self._tree.end[node])))
+        else:
+            uses = {node: self._next_uses.of(node, position) for node in self._nodes}
+            order = sorted(uses, key=lambda node: (-uses[node], -int(self._tree.end[node])))
+        for node in order:
             if self._pool.num_free >= num_blocks:
                 break
-            if node in keep or not self._is_idle(node):
-                continue
-            before = self._pool.num_free
-            self._release(node)
-            freed += self._pool.num_free - before
-        return freed
+            if node not in keep and self._is_idle(node):
+                self._release(node, next_use=self._next_uses.of(node, position))
+
+    def prefetch(self, position: int) -> None:
+        """Brings near what left the pool and is needed soon after plan position `position`."""
+        if self._offload is not None:
+            saved = self._offload.saved_nodes
+            self._offload.prefetch([(node, self._next_uses.of(node, position)) for node in saved], position=position)
 
     def _is_idle(self, node: int) -> bool:
         """Whether only the tree owns one of the node's blocks, so that evicting it, and others that hold it, frees something."""
@@ -143,10 +194,20 @@ class TreeResidency:
         self._pool.share(blocks)
         self._num_holders[blocks] += 1
 
-    def _release(self, node: int) -> None:
+    def _release(self, node: int, *, next_use: int | None) -> None:
+        """The node lets go of its blocks; `next_use` None: no prompt below it waits any more."""
         resident = self._nodes.pop(node, None)
         if resident is None:
             return
+        if self._offload is not None and resident.tokens is not None:
+            self._offload.save_node(
+                self._path_to(node),
+                blocks=resident.blocks[: resident.num_written],
+                tail=resident.tail if resident.tail_written else -1,
+                tokens=resident.tokens,
+                next_use=NEVER if next_use is None else next_use,
+                last_use=next_use is None,
+            )
         for held in (resident.blocks, [resident.tail] if resident.tail >= 0 else []):
             blocks = np.array(held, dtype=np.int32)
             self._num_holders[blocks] -= 1

@@ -8,26 +8,29 @@ import numpy as np
 class SequenceTable:
     """State of up to `max_sequences` running sequences. Every attribute is an array over slots.
 
-    `position`: plan position, the rank that rows of a step are ordered by. `num_tokens`: prompt and generated tokens.
+    `position`: plan position. `rank`: its place in the tree's order, by which rows of a step are ordered. `num_tokens`: prompt and generated tokens.
     `num_computed`: tokens whose KV is in the pool, or in the step being run. `num_cached`: of these, tokens found in the pool at
-    admission. `max_tokens`: prompt and generated tokens at which it ends. `block_table` [max_sequences, max_blocks]: its blocks.
+    admission. `max_tokens`: prompt and generated tokens at which it ends. `is_restoring`: its blocks are being filled
+    from a tier, so it cannot run yet. `block_table` [max_sequences, max_blocks]: its blocks.
     Large columns are allocated as zeros, of which the system maps only what is written.
     """
 
     def __init__(self, *, max_sequences: int, max_blocks: int, max_context: int) -> None:
         self.max_sequences = max_sequences
         self.position = np.zeros(max_sequences, dtype=np.int64)
+        self.rank = np.zeros(max_sequences, dtype=np.int64)
         self.prompt_length = np.zeros(max_sequences, dtype=np.int32)
         self.num_tokens = np.zeros(max_sequences, dtype=np.int32)
         self.num_computed = np.zeros(max_sequences, dtype=np.int32)
         self.max_tokens = np.zeros(max_sequences, dtype=np.int32)
         self.last_token = np.zeros(max_sequences, dtype=np.int64)
+        self.is_restoring = np.zeros(max_sequences, dtype=bool)
         self.num_blocks = np.zeros(max_sequences, dtype=np.int32)
         self.block_table = np.zeros((max_sequences, max_blocks), dtype=np.int32)
         self.tokens = np.zeros((max_sequences, max_context), dtype=np.int32)
         self._free = list(range(max_sequences - 1, -1, -1))
         self.running = np.zeros(0, dtype=np.int64)
-        """Slots in use, ascending in plan position."""
+        """Slots in use, ascending in rank."""
 
     @property
     def num_running(self) -> int:
@@ -37,18 +40,20 @@ class SequenceTable:
     def has_room(self) -> bool:
         return bool(self._free)
 
-    def add(self, *, position: int, tokens: np.ndarray, prompt_length: int, max_tokens: int) -> int:
+    def add(self, *, position: int, rank: int, tokens: np.ndarray, prompt_length: int, max_tokens: int) -> int:
         """A slot for a sequence whose tokens so far are `tokens` (prompt, and what it generated before a preemption)."""
         slot = self._free.pop()
         self.position[slot] = position
+        self.rank[slot] = rank
         self.prompt_length[slot] = prompt_length
         self.num_tokens[slot] = tokens.size
         self.num_computed[slot] = 0
         self.max_tokens[slot] = max_tokens
         self.last_token[slot] = tokens[-1]
         self.num_blocks[slot] = 0
+        self.is_restoring[slot] = False
         self.tokens[slot, : tokens.size] = tokens
-        where = int(np.searchsorted(self.position[self.running], position))
+        where = int(np.searchsorted(self.rank[self.running], rank))
         self.running = np.insert(self.running, where, slot)
         return slot
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from batchllm.errors import ModelError
 
-MAX_CONTEXT_LIMIT = 1 << 24
+MAX_CONTEXT_LIMIT = 1 << 21
+"""Positions that the rope table is made for; at head size 128 that many take 1 GiB."""
+
 _MAX_LAYERS = 4096
 
 

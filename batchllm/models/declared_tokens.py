@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeclaredTokens:
-    """`eos_ids`: the union of all sources. `chat_template`: Jinja source.
+    """`eos_ids`: the union of all sources; `eos_id`: the one that chat templates get. `chat_template`: Jinja source.
 
     `vocab_size`: the model's, which may exceed the tokenizer's.
     """
 
     bos_id: int | None
     add_bos: bool
+    eos_id: int | None
     eos_ids: frozenset[int]
     chat_template: str | None
     vocab_size: int

@@ -1,7 +1,7 @@
 """The decoder of the Llama family over paged KV: one forward pass for any mix of prefill and decode rows.
 
 Per layer: RMSNorm, fused QKV, RoPE with KV write, attention over the plan's work items, output projection; RMSNorm,
-fused gate-up, SiLU product, down projection. The residual stream is one tensor that each norm adds into. All operations
+fused gate-up, SiLU product, down projection. The residual stream is one tensor that both projections add into. All operations
 come from one `Kernels`.
 """
 
@@ -85,7 +85,7 @@ class Decoder:
                     qkv=pack(prefix + "q", prefix + "k", prefix + "v", biases=biases),
                     output=pack(prefix + "o"),
                     mlp_norm=load(prefix + "mlp_norm"),
-                    gate_up=pack(prefix + "gate", prefix + "up"),
+                    gate_up=kernels.pack_linear_gated(torch.cat([load(prefix + "gate"), load(prefix + "up")])),
                     down=pack(prefix + "down"),
                 )
             )
@@ -96,7 +96,7 @@ class Decoder:
         config = self.config
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -108,19 +108,17 @@ class Decoder:
     ) -> torch.Tensor:
         """The final-normed hidden rows `sample_rows` int64 [num_samples] -> [num_samples, hidden_size], in `dtype`.
 
-        `token_ids` int64 [num_rows], each below the vocabulary size; `positions` int32 and `slots` int64 [num_rows] as
-        in
-        `rope_write_kv`; `kv` is the block pool as in `attention`, and takes the rows' keys and values.
+        `token_ids` int64 [num_rows], each below the vocabulary size; `positions` int32 and `slots` int64 [num_rows], as
+        in `rope_write_kv`; `kv` is the block pool as in `attention`, and takes the rows' keys and values.
         What follows the last layer's attention is computed for the sampled rows only.
         """
         kernels, config, eps = self.kernels, self.config, self.config.rms_eps
         residual = self._embed[token_ids]
-        hidden = kernels.rms_norm(residual, self._layers[0].attn_norm, eps=eps)
         last = config.num_layers - 1
         for number, layer in enumerate(self._layers):
-            qkv = kernels.linear(hidden, layer.qkv)
-            query = kernels.rope_write_kv(
-                qkv,
+            query = kernels.linear_rope_write_kv(
+                kernels.rms_norm(residual, layer.attn_norm, eps=eps),
+                layer.qkv,
                 self._cos_sin,
                 kv,
                 layer=number,
@@ -133,19 +131,17 @@ class Decoder:
             attended = kernels.attention(query, kv, layer=number, plan=plan, scale=self._scale).flatten(1)
             if number == last:
                 attended, residual = attended[sample_rows], residual[sample_rows]
-            hidden = kernels.linear(attended, layer.output)
-            hidden = kernels.rms_norm(hidden, layer.mlp_norm, eps=eps, residual=residual)
-            hidden = kernels.linear(kernels.silu_mul(kernels.linear(hidden, layer.gate_up)), layer.down)
-            following = self._final_norm if number == last else self._layers[number + 1].attn_norm
-            hidden = kernels.rms_norm(hidden, following, eps=eps, residual=residual)
-        return hidden
+            kernels.linear_add(attended, layer.output, residual)
+            hidden = kernels.rms_norm(residual, layer.mlp_norm, eps=eps)
+            kernels.linear_add(kernels.linear_silu_mul(hidden, layer.gate_up), layer.down, residual)
+        return kernels.rms_norm(residual, self._final_norm, eps=eps)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [num_rows, vocab_size] of rows that `forward` gave."""
         return self.kernels.linear(hidden, self._head).float()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """int64 [num_rows]: each row's likeliest token, the lowest id among equals; keeps no logits."""
         return self.kernels.linear_argmax(hidden, self._head)

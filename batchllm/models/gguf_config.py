@@ -62,10 +62,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         ),
         tied_embeddings="output.weight" not in file.tensors,
         qkv_bias=architecture == "qwen2",
-        bos_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_ids=frozenset(
-            file.metadata[f"tokenizer.ggml.{key}"] for key in _EOS_KEYS if f"tokenizer.ggml.{key}" in file.metadata
-        ),
+        bos_id=_token_id(file, "bos_token_id"),
+        eos_ids=frozenset(token_id for key in _EOS_KEYS if (token_id := _token_id(file, key)) is not None),
         notes=notes,
     )
 
@@ -110,6 +108,13 @@ def _rope_factors(file: GgufFile) -> tuple[float, ...] | None:
     if not all(math.isfinite(factor) and factor > 0 for factor in factors):
         raise ModelError(f"{file.path}: tensor rope_freqs.weight holds a divisor that is not a positive number")
     return factors
+
+
+def _token_id(file: GgufFile, key: str) -> int | None:
+    value = file.metadata.get(f"tokenizer.ggml.{key}")
+    if value is not None and type(value) is not int:
+        raise ModelError(f"{file.path}: tokenizer.ggml.{key} is {str(value)[:60]}, a token id is needed")
+    return value
 
 
 def _decimal(value: float) -> float:

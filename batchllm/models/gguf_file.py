@@ -81,7 +81,7 @@ class _Cursor:
             if key in metadata:
                 raise ValueError(f"key {key!r} twice")
             metadata[key] = self.value(self.scalar("<I"))
-        if metadata.get("split.count", 0) > 1:
+        if metadata.get("split.count", 1) not in (0, 1):
             raise ModelError(f"{self.path}: one part of a split GGUF; merge the parts with gguf-split first")
         places = [self.tensor_place() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)

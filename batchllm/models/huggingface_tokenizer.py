@@ -36,6 +36,7 @@ def huggingface_tokenizer(folder: Path) -> tuple[tokenizers.Tokenizer, DeclaredT
     return pipeline, DeclaredTokens(
         bos_id=bos_id,
         add_bos=_adds_bos(pipeline, settings, bos_id),
+        eos_id=eos_id if eos_id is not None else min(config.eos_ids, default=None),
         eos_ids=config.eos_ids | ({eos_id} if eos_id is not None else frozenset()),
         chat_template=_chat_template(folder, settings),
         vocab_size=config.vocab_size,

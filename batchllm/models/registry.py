@@ -10,8 +10,7 @@ from pathlib import Path
 
 from batchllm.errors import ModelError
 from batchllm.models.embedded import EMBEDDED, cached_file, pull
-from batchllm.models.safetensors_weights import PICKLED_SUFFIXES
-from batchllm.models.source import ModelSource
+from batchllm.models.source import PICKLED_SUFFIXES, ModelSource
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = [

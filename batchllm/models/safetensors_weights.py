@@ -13,9 +13,8 @@ from safetensors import SafetensorError, safe_open
 from batchllm.errors import ModelError
 from batchllm.models.config import ModelConfig
 from batchllm.models.json_files import read_json
+from batchllm.models.source import PICKLED_SUFFIXES
 from batchllm.models.weights import canonical_shapes, check_account
-
-PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 
 _NAMES = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"}
 _LAYER_NAMES = {

@@ -11,6 +11,9 @@ from batchllm.models.gguf_config import gguf_config
 from batchllm.models.gguf_file import read_gguf
 from batchllm.models.huggingface_config import huggingface_config
 
+PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
+"""Files that may run code when they are opened, and never are."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:

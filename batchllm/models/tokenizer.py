@@ -51,7 +51,7 @@ class Tokenizer:
             if token.special or token_id in declared_ids
         }
         self.bos_token = None if self.bos_id is None else pipeline.id_to_token(self.bos_id)
-        self.eos_token = pipeline.id_to_token(min(self.eos_ids)) if self.eos_ids else None
+        self.eos_token = None if declared.eos_id is None else pipeline.id_to_token(declared.eos_id)
         self.strips_leading_space = strips_leading_space(description)
         self.token_bytes: list[bytes] = token_bytes(description, vocabulary, vocab_size=self.vocab_size)
         for token_id in self.special_tokens.values():

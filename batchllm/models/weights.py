@@ -1,8 +1,7 @@
 """The decoder's tensors by canonical name, whatever the file calls them, and the account that leaves none over.
 
 Canonical names: `embed`, `final_norm`, `lm_head` (untied only), and for layer i `layers.i.` + `attn_norm`, `q`, `k`,
-`v`, `o`,
-`mlp_norm`, `gate`, `up`, `down`, and `q_bias`, `k_bias`, `v_bias` where the model has them.
+`v`, `o`, `mlp_norm`, `gate`, `up`, `down`, and `q_bias`, `k_bias`, `v_bias` where the model has them.
 Matrices are [out_size, in_size]; rows of q and k lie head by head, each head in halves as `rope_write_kv` rotates them.
 """
 

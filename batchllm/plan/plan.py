@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +19,13 @@ class Plan:
 
     `order` int64 `[N]`: the prompt (number in the store) at each position. `shared_tokens` int32 `[N]`: leading tokens
     that some earlier position has too, always the one just before. `prompt_tokens` int32 `[N]`: the prompt's length.
-    `decode_tokens` int32 `[N]`: the most it may generate. A row with several samples is as many prompts.
+    `tree_position` int64 `[N]`: each plan position's place in the tree's own, depth-first order, in which `tree.first`
+    and `tree.last` count; the same number unless rows run in input order. `decode_tokens` int32 `[N]`: the most it may generate. A row with several samples is as many prompts.
     """
 
     order: np.ndarray
     tree: PrefixTree
+    tree_position: np.ndarray
     shared_tokens: np.ndarray
     prompt_tokens: np.ndarray
     decode_tokens: np.ndarray
@@ -58,10 +61,16 @@ class Plan:
 
 
 def make_plan(
-    store: PromptStore, *, prefix_sharing: bool, max_model_tokens: int | None = None, window_bytes: int = 256 << 20
+    store: PromptStore,
+    *,
+    prefix_sharing: bool,
+    keep_order: bool = False,
+    max_model_tokens: int | None = None,
+    window_bytes: int = 256 << 20,
 ) -> Plan:
     """Plans all prompts of `store`. Memory stays below about 100 bytes a prompt plus three times `window_bytes`.
 
+    `keep_order` runs the rows in the order in which they were staged; what they share is known all the same.
     Without `prefix_sharing` nothing is sorted and the tree is empty. `max_model_tokens`, of prompt and completion, caps
     what a prompt may generate. Raises OSError if the staged tokens are cut short.
     """
@@ -80,10 +89,18 @@ def make_plan(
         decode_tokens=decode_tokens[order],
     )
     order = order[blended]
+    shared_tokens = shared_with_previous(tree)
+    tree_position = np.arange(len(order), dtype=np.int64)
+    if keep_order:
+        tree_position[order] = tree_position.copy()
+        tree = dataclasses.replace(tree, leaf_node=tree.leaf_node[tree_position])
+        shared_tokens = shared_tokens[tree_position]
+        order = np.arange(len(order), dtype=np.int64)
     return Plan(
         order=order,
         tree=tree,
-        shared_tokens=shared_with_previous(tree),
+        tree_position=tree_position,
+        shared_tokens=shared_tokens,
         prompt_tokens=store.length[order],
         decode_tokens=decode_tokens[order],
     )

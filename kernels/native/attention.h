@@ -5,8 +5,11 @@
 //   static size_t scratch_bytes(head_dim)
 //   Engine(call, scratch)
 //   void pack_query(tile, pointers, num_columns)       the tile's columns: head_dim numbers at each pointer
-//   void pack_chunk(keys, values, count, next_keys)    the chunk's rows by pointer; next_keys: rows that are read next, or null
-//   void multiply(tile, visible, num_columns, a, m, l) one chunk of one tile: column c sees its first visible[c] positions
+//   void pack_chunk(chunk, ahead)                      the chunk's keys and values
+//   void multiply(tile, visible, num_columns, result, ahead)
+//                                                      one chunk of one tile: column c sees its first visible[c] positions
+//
+// Both call ahead.ask() as they go along, so that the memory is at work while they compute.
 //
 // A column is one (row, head) pair; all columns of a unit read the same keys. Maxima are kept times scale * log2(e), so that weights
 // are powers of two.
@@ -27,6 +30,32 @@ struct Partials {
   float* a;
   float* m;
   float* l;
+};
+
+// Where up to kChunk positions of one KV head lie: rows of head_dim numbers.
+template <class T>
+struct Chunk {
+  int count = 0;
+  int64_t to_values = 0;  // from a position's key to its value, in numbers
+  const T* keys[kChunk];
+
+  const T* value(int i) const { return keys[i] + to_values; }
+};
+
+// The chunk that is read next. Blocks lie anywhere, so the processor cannot guess it: its lines are asked for a few rows at a time.
+template <class T>
+struct Ahead {
+  const Chunk<T>* chunk;
+  int row_bytes, at = 0;
+
+  BATCHLLM_INLINE void ask(int num_rows) {
+    const int stop = at + num_rows < chunk->count ? at + num_rows : chunk->count;
+    for (; at < stop; ++at)
+      for (int b = 0; b < row_bytes; b += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(chunk->keys[at]) + b, 0, 2);
+        __builtin_prefetch(reinterpret_cast<const char*>(chunk->value(at)) + b, 0, 2);
+      }
+  }
 };
 
 BATCHLLM_INLINE void copy_partial(const Partials& to, int64_t i, const Partials& from, int64_t j, int width) {
@@ -59,20 +88,26 @@ BATCHLLM_INLINE void write_output(T* out, const float* a, float l, int head_dim)
   for (int d = 0; d < head_dim; d += 16) store_some(out + d, load(a + d) / divisor, head_dim - d);
 }
 
-// Pointers to the rows of positions [start, start + count) of one KV head.
+// The part of the unit's span that starts at `start`; empty behind its end.
 template <class T>
-void find_rows(const AttentionCall& call, const int32_t* table, const T* head, int start, int count, const T** rows) {
+void find_chunk(const AttentionCall& call, const AttentionUnit& unit, int start, Chunk<T>* chunk) {
+  const int32_t* table = call.block_table + int64_t(unit.item->table) * call.max_blocks;
+  const int64_t head_size = int64_t(call.block_size) * call.head_dim;
+  const T* head = static_cast<const T*>(call.kv) + unit.kv_head * head_size;
+  chunk->to_values = call.num_kv_heads * head_size;
+  chunk->count = unit.kv_stop <= start ? 0 : unit.kv_stop - start < kChunk ? unit.kv_stop - start : kChunk;
   int i = 0;
-  while (i < count) {
+  while (i < chunk->count) {
     const int block = (start + i) / call.block_size, first = (start + i) % call.block_size;
     const T* base = head + table[block] * call.block_stride + int64_t(first) * call.head_dim;
-    for (int k = first; k < call.block_size && i < count; ++k, ++i, base += call.head_dim) rows[i] = base;
+    for (int k = first; k < call.block_size && i < chunk->count; ++k, ++i, base += call.head_dim) chunk->keys[i] = base;
   }
 }
 
-template <class Engine>
-void run_unit(const AttentionCall& call, const AttentionUnit& unit, const Partials& partials, Engine& engine, float* state) {
-  using T = typename Engine::Number;
+// `chunks` [2]: the first one of `unit` is in chunks[0] on entry, that of `next_unit` on return; null where there is no next unit.
+template <class Engine, class T>
+void run_unit(const AttentionCall& call, const AttentionUnit& unit, const AttentionUnit* next_unit, const Partials& partials, Engine& engine,
+              float* state, Chunk<T>* chunks) {
   const WorkItem& item = *unit.item;
   const int head_dim = call.head_dim, width = round_up(head_dim, 16), group = call.num_heads / call.num_kv_heads;
   const int num_tiles = (unit.num_columns + kTileColumns - 1) / kTileColumns;
@@ -94,21 +129,18 @@ void run_unit(const AttentionCall& call, const AttentionUnit& unit, const Partia
     engine.pack_query(t, pointers, count);
   }
 
-  const int32_t* table = call.block_table + int64_t(item.table) * call.max_blocks;
-  const int64_t head_size = int64_t(call.block_size) * head_dim;
-  const T* keys = static_cast<const T*>(call.kv) + unit.kv_head * head_size;
-  const int64_t to_values = call.num_kv_heads * head_size;
-  const T* rows[2][kChunk];
-  const T* value_rows[kChunk];
   const bool folds = item.kv_start == 0;
-  int current = 0;
-  auto count_at = [&](int start) { return unit.kv_stop - start < kChunk ? unit.kv_stop - start : kChunk; };
-  if (item.kv_start < unit.kv_stop) find_rows(call, table, keys, item.kv_start, count_at(item.kv_start), rows[0]);
-  for (int start = item.kv_start; start < unit.kv_stop; start += kChunk, current ^= 1) {
-    const int count = count_at(start), next = start + kChunk;
-    for (int i = 0; i < count; ++i) value_rows[i] = rows[current][i] + to_values;
-    if (next < unit.kv_stop) find_rows(call, table, keys, next, count_at(next), rows[current ^ 1]);
-    engine.pack_chunk(rows[current], value_rows, count, next < unit.kv_stop ? rows[current ^ 1] : nullptr, count_at(next));
+  Chunk<T>*chunk = &chunks[0], *next_chunk = &chunks[1];
+  for (int start = item.kv_start; start < unit.kv_stop; start += kChunk) {
+    next_chunk->count = 0;
+    if (start + kChunk < unit.kv_stop) {
+      find_chunk(call, unit, start + kChunk, next_chunk);
+    } else if (next_unit != nullptr) {
+      find_chunk(call, *next_unit, next_unit->item->kv_start, next_chunk);
+    }
+    Ahead<T> ahead = {next_chunk, head_dim * int(sizeof(T))};
+    const int count = chunk->count;
+    engine.pack_chunk(*chunk, ahead);
     for (int t = 0; t < num_tiles; ++t) {
       const int first = t * kTileColumns, columns = unit.num_columns - first < kTileColumns ? unit.num_columns - first : kTileColumns;
       int32_t visible[kTileColumns] = {};
@@ -122,7 +154,7 @@ void run_unit(const AttentionCall& call, const AttentionUnit& unit, const Partia
       const Partials tile_running = {running.a + int64_t(first) * width, running.m + first, running.l + first};
       const bool is_first = folds && start == 0;  // every row sees position 0
       const Partials& target = is_first ? tile_running : chunk_partial;
-      engine.multiply(t, visible, columns, target.a, target.m, target.l);
+      engine.multiply(t, visible, columns, target, ahead);
       if (is_first) continue;
       if (folds) {
         fold(tile_running, chunk_partial, visible, columns, width);
@@ -135,7 +167,10 @@ void run_unit(const AttentionCall& call, const AttentionUnit& unit, const Partia
         copy_partial(partials, number * call.num_heads + head, chunk_partial, c, width);
       }
     }
+    Chunk<T>* done = chunk;
+    chunk = next_chunk, next_chunk = done;
   }
+  if (chunk != &chunks[0]) chunks[0] = *chunk;
   if (!folds) return;
   for (int i = 0; i < unit.num_columns; ++i) {
     if (item.partial < 0) {
@@ -182,13 +217,23 @@ void run_attention(const AttentionCall& call) {
   int64_t num_units = 0;
   const AttentionUnit* units = attention_units(call, &num_units);
   const size_t state_floats = (kUnitColumns + kTileColumns) * (width + 2);
+  int64_t num_taken = 0;  // units that threads have taken, each one before it needs it
 #pragma omp parallel if (num_units + call.num_merge_rows > 1)
   {
     float* state = static_cast<float*>(scratch(kScratchThread, sizeof(float) * state_floats + Engine::scratch_bytes(call.head_dim)));
     Engine engine(call, reinterpret_cast<char*>(state + state_floats));
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < num_units; ++i) run_unit(call, units[i], partials, engine, state);
-#pragma omp for schedule(dynamic, 8)
+    Chunk<T> chunks[2];
+    int64_t taken = __atomic_fetch_add(&num_taken, 1, __ATOMIC_RELAXED);
+    if (taken < num_units) find_chunk(call, units[taken], units[taken].item->kv_start, &chunks[0]);
+    while (taken < num_units) {
+      const int64_t next = __atomic_fetch_add(&num_taken, 1, __ATOMIC_RELAXED);
+      run_unit(call, units[taken], next < num_units ? &units[next] : nullptr, partials, engine, state, chunks);
+      taken = next;
+    }
+    if (call.num_merge_rows > 0) {
+#pragma omp barrier
+    }
+#pragma omp for schedule(dynamic, 8) nowait
     for (int64_t i = 0; i < call.num_merge_rows; ++i) merge_row<T>(call, partials, i, state);
   }
 }

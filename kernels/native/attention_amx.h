@@ -33,69 +33,73 @@ class TileEngine {
   }
 
   // B operands: keys [position tiles, depth tiles, 16 pairs of the head, 16 positions, 2], values [position tiles of 32, width tiles,
-  // 16 pairs of positions, 16 of the head, 2]. Rows that are read soon are asked for now: blocks lie anywhere, the processor cannot guess.
-  void pack_chunk(const bf16* const* keys, const bf16* const* values, int count, const bf16* const* next_keys, int next_count) {
-    const int row_bytes = head_dim_ * int(sizeof(bf16));
+  // 16 pairs of positions, 16 of the head, 2].
+  void pack_chunk(const Chunk<bf16>& chunk, Ahead<bf16>& ahead) {
+    const int count = chunk.count;
     for (int start = 0; start < count; start += 16) {
-      const int rows = count - start < 16 ? count - start : 16;
-      for (int i = start + kAhead; i < start + kAhead + 16 && i < count; ++i) prefetch(keys[i], row_bytes);
-      for (int i = start; i < start + rows; ++i) prefetch(values[i], row_bytes);
       for (int k = 0; k < depth_tiles_; ++k) {
         __m512i r[16];
-        for (int i = 0; i < 16; ++i) r[i] = i < rows ? load_row(keys[start + i], 32 * k) : _mm512_setzero_si512();
+        if (start + 16 <= count) {
+          for (int i = 0; i < 16; ++i) r[i] = load_row(chunk.keys[start + i], 32 * k);
+        } else {
+          for (int i = 0; i < 16; ++i) r[i] = start + i < count ? load_row(chunk.keys[start + i], 32 * k) : _mm512_setzero_si512();
+        }
         amx::transpose(r);
         bf16* to = key_tile(start / 16, k);
         for (int i = 0; i < 16; ++i) _mm512_store_si512(to + 32 * i, r[i]);
       }
+      ahead.ask(kAskPacking);
     }
     alignas(64) uint16_t order[2][32];
     for (int i = 0; i < 32; ++i) order[0][i] = uint16_t(i / 2 + (i % 2) * 32), order[1][i] = uint16_t(order[0][i] + 16);
     const __m512i low = _mm512_load_si512(order[0]), high = _mm512_load_si512(order[1]);
     for (int start = 0; start < count; start += 32) {
-      if (next_keys != nullptr)
-        for (int i = start; i < start + 32 && i < next_count && i < kAhead; ++i) prefetch(next_keys[i], row_bytes);
       for (int pair = 0; pair < 16; ++pair) {
         const int first = start + 2 * pair;
         for (int w = 0; w < width_tiles_; w += 2) {
-          const __m512i even = first < count ? load_row(values[first], 16 * w) : _mm512_setzero_si512();
-          const __m512i odd = first + 1 < count ? load_row(values[first + 1], 16 * w) : _mm512_setzero_si512();
+          const __m512i even = first < count ? load_row(chunk.value(first), 16 * w) : _mm512_setzero_si512();
+          const __m512i odd = first + 1 < count ? load_row(chunk.value(first + 1), 16 * w) : _mm512_setzero_si512();
           _mm512_store_si512(value_tile(start / 32, w) + 32 * pair, _mm512_permutex2var_epi16(even, low, odd));
           if (w + 1 < width_tiles_) _mm512_store_si512(value_tile(start / 32, w + 1) + 32 * pair, _mm512_permutex2var_epi16(even, high, odd));
         }
       }
+      ahead.ask(kAskPacking);
     }
     // The keys' last tile of an odd number of tiles is multiplied too; it was not packed.
     if ((count + 15) / 16 % 2 == 1) std::memset(key_tile((count + 15) / 16, 0), 0, sizeof(bf16) * 512 * depth_tiles_);
   }
 
-  void multiply(int tile, const int32_t* visible, int num_columns, float* a, float* m, float* l) {
+  void multiply(int tile, const int32_t* visible, int num_columns, const Partials& result, Ahead<bf16>& ahead) {
     int seen = 0;
     for (int c = 0; c < num_columns; ++c) seen = visible[c] > seen ? visible[c] : seen;
     const int steps = (seen + 31) / 32;  // of 32 positions
     amx::barrier();
     int s = 0;
-    for (; s + 2 <= steps; s += 2) score<4>(tile, 2 * s);
+    for (; s + 2 <= steps; s += 2) {
+      score<4>(tile, 2 * s);
+      ahead.ask(kAskMultiplying);
+    }
     if (s < steps) score<2>(tile, 2 * s);
     amx::barrier();
-    for (int c = 0; c < num_columns; ++c) softmax(c, visible[c], steps, m + c, l + c);
+    for (int c = 0; c < num_columns; ++c) {
+      softmax(c, visible[c], steps, result.m + c, result.l + c);
+      ahead.ask(kAskMultiplying);
+    }
     amx::barrier();
     int w = 0;
-    for (; w + 4 <= width_tiles_; w += 4) weigh<4>(steps, w, a);
-    if (width_tiles_ - w == 3) weigh<3>(steps, w, a);
-    if (width_tiles_ - w == 2) weigh<2>(steps, w, a);
-    if (width_tiles_ - w == 1) weigh<1>(steps, w, a);
+    for (; w + 4 <= width_tiles_; w += 4) weigh<4>(steps, w, result.a, ahead);
+    if (width_tiles_ - w == 3) weigh<3>(steps, w, result.a, ahead);
+    if (width_tiles_ - w == 2) weigh<2>(steps, w, result.a, ahead);
+    if (width_tiles_ - w == 1) weigh<1>(steps, w, result.a, ahead);
     amx::barrier();
   }
 
  private:
-  static constexpr int kAhead = 64;  // positions
+  // Rows asked for at a time; a decode tile makes about 24 steps of the first kind and 16 of the second for 256 rows.
+  static constexpr int kAskPacking = 7, kAskMultiplying = 6;
   // Strides off the powers of two, so that the rows of a tile do not fall on the same cache sets.
   static constexpr int kScoreStride = kChunk + 16;
   static constexpr int kWeightStride = kChunk + 32;
-
-  static void prefetch(const bf16* row, int num_bytes) {
-    for (int b = 0; b < num_bytes; b += 64) _mm_prefetch(reinterpret_cast<const char*>(row) + b, _MM_HINT_T0);
-  }
 
   // 32 numbers from `first`, zeros behind the head.
   __m512i load_row(const bf16* row, int first) const {
@@ -174,7 +178,7 @@ class TileEngine {
   }
 
   template <int N>
-  void weigh(int steps, int w, float* a) const {
+  void weigh(int steps, int w, float* a, Ahead<bf16>& ahead) const {
     _tile_zero(0);
     if constexpr (N > 1) _tile_zero(1);
     if constexpr (N > 2) _tile_zero(2);
@@ -195,6 +199,7 @@ class TileEngine {
         _tile_loadd(5, value_tile(s, w + 3), 64);
         _tile_dpbf16ps(3, 4, 5);
       }
+      ahead.ask(kAskMultiplying);
     }
     const int stride = width_tiles_ * 16 * int(sizeof(float));
     _tile_stored(0, a + 16 * w, stride);

@@ -51,25 +51,27 @@ class VectorEngine {
     }
   }
 
-  void pack_chunk(const T* const* keys, const T* const* values, int count, const T* const*, int) {
+  void pack_chunk(const Chunk<T>& chunk, Ahead<T>& ahead) {
+    const int count = chunk.count;
     count_ = round_up(count, 16);
     float rows[16][16];
     for (int start = 0; start < count_; start += 16) {
       for (int d = 0; d < head_dim_; d += 16) {
         const int lanes = head_dim_ - d < 16 ? head_dim_ - d : 16;
         for (int i = 0; i < 16; ++i)
-          store(rows[i], start + i < count ? load_some(keys[start + i] + d, lanes) : broadcast(0.0f));
+          store(rows[i], start + i < count ? load_some(chunk.keys[start + i] + d, lanes) : broadcast(0.0f));
         transpose(rows);
         for (int j = 0; j < lanes; ++j) store(keys_ + size_t(d + j) * kKeyStride + start, load(rows[j]));
       }
+      ahead.ask(8);
     }
     for (int i = 0; i < count_; ++i) {
       float* to = values_ + size_t(i) * width_;
-      for (int d = 0; d < width_; d += 16) store(to + d, i < count ? load_some(values[i] + d, head_dim_ - d) : broadcast(0.0f));
+      for (int d = 0; d < width_; d += 16) store(to + d, i < count ? load_some(chunk.value(i) + d, head_dim_ - d) : broadcast(0.0f));
     }
   }
 
-  void multiply(int tile, const int32_t* visible, int num_columns, float* a, float* m, float* l) {
+  void multiply(int tile, const int32_t* visible, int num_columns, const Partials& result, Ahead<T>& ahead) {
     int seen = 0;
     for (int c = 0; c < num_columns; ++c) seen = visible[c] > seen ? visible[c] : seen;
     const int padded = round_up(seen, 16);
@@ -77,10 +79,11 @@ class VectorEngine {
     int c = 0;
     for (; c + kColumns <= num_columns; c += kColumns) score<kColumns>(query + c * head_dim_, scores_ + c * kScoreStride, padded);
     for (; c < num_columns; ++c) score<1>(query + c * head_dim_, scores_ + c * kScoreStride, padded);
-    for (c = 0; c < num_columns; ++c) softmax_row(scores_ + c * kScoreStride, visible[c], padded, scale_, m + c, l + c);
+    ahead.ask(64);
+    for (c = 0; c < num_columns; ++c) softmax_row(scores_ + c * kScoreStride, visible[c], padded, scale_, result.m + c, result.l + c);
     c = 0;
-    for (; c + kColumns <= num_columns; c += kColumns) weigh<kColumns>(scores_ + c * kScoreStride, a + c * width_, padded);
-    for (; c < num_columns; ++c) weigh<1>(scores_ + c * kScoreStride, a + c * width_, padded);
+    for (; c + kColumns <= num_columns; c += kColumns) weigh<kColumns>(scores_ + c * kScoreStride, result.a + c * width_, padded);
+    for (; c < num_columns; ++c) weigh<1>(scores_ + c * kScoreStride, result.a + c * width_, padded);
   }
 
  private:

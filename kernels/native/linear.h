@@ -43,10 +43,19 @@ void finish_block(const LinearCall& call, float* y, int64_t first_row, int rows,
     const float* from = y + r * width;
     const int64_t row = first_row + r;
     if (call.end == kStore) {
-      copy_numbers(from, static_cast<T*>(call.out) + row * call.out_size + first, count);
+      T* to = static_cast<T*>(call.out) + row * call.out_size + first;
+      if (count == width) {
+        for (int i = 0; i < width; i += 16) store(to + i, load(from + i));
+      } else {
+        copy_numbers(from, to, count);
+      }
     } else if (call.end == kAdd) {
       T* to = static_cast<T*>(call.out) + row * call.out_size + first;
-      for (int i = 0; i < count; i += 16) store_some(to + i, load_some(to + i, count - i) + load(from + i), count - i);
+      if (count == width) {
+        for (int i = 0; i < width; i += 16) store(to + i, load(to + i) + load(from + i));
+      } else {
+        for (int i = 0; i < count; i += 16) store_some(to + i, load_some(to + i, count - i) + load(from + i), count - i);
+      }
     } else if (call.end == kSiluMul) {
       T* to = static_cast<T*>(call.out) + row * (call.out_size / 2) + first / 2;
       for (int i = 0; i < width; i += 32) store(to + i / 2, silu(load(from + i)) * load(from + i + 16));
@@ -88,20 +97,30 @@ void run_linear(const LinearCall& call) {
   const int64_t part_groups = (groups + wanted - 1) / wanted;
   const int64_t group_parts = (groups + part_groups - 1) / part_groups;
   const int64_t work = call.num_rows * call.in_size * call.out_size;
+  // Few rows are packed by each thread for itself: that costs less than to wait for each other.
+  const bool packs_alone = blocks <= 2;
 #pragma omp parallel num_threads(threads) if (work > 1 << 17)
   {
     Multiplier multiplier;
-    float* y = static_cast<float*>(scratch(kScratchThread, sizeof(float) * kBlockRows * 16 * kMaxGroupTiles));
+    const size_t y_bytes = sizeof(float) * kBlockRows * 16 * kMaxGroupTiles;
+    char* memory = static_cast<char*>(scratch(kScratchThread, y_bytes + (packs_alone ? block_bytes * blocks : 0)));
+    float* y = reinterpret_cast<float*>(memory);
+    char* thread_packed = packs_alone ? memory + y_bytes : packed;
     Best* thread_best = best + omp_get_thread_num() * call.num_rows;
     if (call.end == kArgmax)
       for (int64_t i = 0; i < call.num_rows; ++i) thread_best[i] = {-__builtin_inff(), call.out_size};
-#pragma omp for schedule(static)
-    for (int64_t b = 0; b < blocks; ++b) {
+    auto pack = [&](int64_t b) {
       const int rows = int(call.num_rows - b * kBlockRows < kBlockRows ? call.num_rows - b * kBlockRows : kBlockRows);
       Multiplier::pack_block(static_cast<const T*>(call.x) + b * kBlockRows * call.x_stride, call.x_stride, rows, call.in_size,
-                             packed + b * block_bytes);
+                             thread_packed + b * block_bytes);
+    };
+    if (packs_alone) {
+      for (int64_t b = 0; b < blocks; ++b) pack(b);
+    } else {
+#pragma omp for schedule(static)
+      for (int64_t b = 0; b < blocks; ++b) pack(b);
     }
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t part = 0; part < row_parts * group_parts; ++part) {
       const int64_t first_block = part / group_parts * stay, first_group = part % group_parts * part_groups;
       const int64_t last_block = first_block + stay < blocks ? first_block + stay : blocks;
@@ -111,14 +130,15 @@ void run_linear(const LinearCall& call) {
         const int num_tiles = int(tiles - tile < group_tiles ? tiles - tile : group_tiles);
         for (int64_t b = first_block; b < last_block; ++b) {
           const int rows = int(call.num_rows - b * kBlockRows < kBlockRows ? call.num_rows - b * kBlockRows : kBlockRows);
-          multiplier.multiply(packed + b * block_bytes, rows, weight_tile<T>(call, tile), call.in_size, num_tiles, y);
+          multiplier.multiply(thread_packed + b * block_bytes, rows, weight_tile<T>(call, tile), call.in_size, num_tiles, y);
           finish_block<T>(call, y, b * kBlockRows, rows, tile, num_tiles, thread_best);
         }
       }
     }
     if (call.end == kArgmax) {
       const int team = omp_get_num_threads();
-#pragma omp for schedule(static)
+#pragma omp barrier
+#pragma omp for schedule(static) nowait
       for (int64_t row = 0; row < call.num_rows; ++row) {
         Best winner = best[row];
         for (int t = 1; t < team; ++t) {

@@ -5,7 +5,7 @@ Each function checks what the C side takes on trust, passes raw pointers and ret
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,12 +19,16 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class NativeLinear:
-    """A weight in tiles of 16 outputs: float32 [tiles, in_size, 16], bf16 [tiles, pairs of inputs, 16, 2]; float32 bias in tiles."""
+    """A weight in tiles of 16 outputs: float32 [tiles, in_size, 16], bf16 [tiles, pairs of inputs, 16, 2]; float32 bias in tiles.
+
+    `gated`: tiles of gate and up lie in turn.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     out_size: int
     in_size: int
+    gated: bool = False
 
 
 def _library() -> Library:
@@ -179,12 +183,25 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Nativ
     return NativeLinear(weight=packed, bias=wide_bias, out_size=out_size, in_size=in_size)
 
 
+def pack_linear_gated(weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
+    size = weight.shape[0] // 2
+    if size % 16:
+        return pack_linear(weight, bias)
+    order = torch.arange(2 * size).view(2, size // 16, 16).transpose(0, 1).flatten()
+    return replace(pack_linear(weight[order], None if bias is None else bias[order]), gated=True)
+
+
 def _run_linear(x: torch.Tensor, packed: NativeLinear, out: torch.Tensor, end: int) -> torch.Tensor:
+    _library().linear(*_linear_arguments(x, packed, out), end)
+    return out
+
+
+def _linear_arguments(x: torch.Tensor, packed: NativeLinear, out: torch.Tensor) -> tuple[int | None, ...]:
     if x.ndim != 2 or x.shape[1] != packed.in_size or (x.shape[0] and x.stride(1) != 1):
         raise ValueError(
             f"x must be [num_rows, {packed.in_size}] with contiguous rows, is {tuple(x.shape)} {x.stride()}"
         )
-    _library().linear(
+    return (
         x.data_ptr(),
         packed.weight.data_ptr(),
         None if packed.bias is None else packed.bias.data_ptr(),
@@ -194,9 +211,7 @@ def _run_linear(x: torch.Tensor, packed: NativeLinear, out: torch.Tensor, end: i
         packed.out_size,
         x.stride(0),
         _data_type(x, packed.weight),
-        end,
     )
-    return out
 
 
 def linear(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
@@ -205,6 +220,46 @@ def linear(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
 
 def linear_argmax(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
     return _run_linear(x, packed, torch.empty(x.shape[0], dtype=torch.int64), _ARGMAX)
+
+
+def linear_add(x: torch.Tensor, packed: NativeLinear, residual: torch.Tensor) -> None:
+    _require_contiguous(residual=residual)
+    _data_type(x, residual)
+    if residual.shape != (x.shape[0], packed.out_size):
+        raise ValueError(f"residual must be {(x.shape[0], packed.out_size)}, is {tuple(residual.shape)}")
+    _run_linear(x, packed, residual, _ADD)
+
+
+def linear_silu_mul(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
+    if not packed.gated:
+        return silu_mul(linear(x, packed))
+    return _run_linear(x, packed, x.new_empty(x.shape[0], packed.out_size // 2), _SILU_MUL)
+
+
+def linear_rope_write_kv(
+    x: torch.Tensor,
+    packed: NativeLinear,
+    cos_sin: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    layer: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    head_dim = kv.shape[5]
+    # An end sees whole tiles of 16 outputs.
+    if head_dim % 16:
+        return rope_write_kv(
+            linear(x, packed), cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads
+        )
+    if packed.out_size != (num_heads + 2 * kv.shape[3]) * head_dim:
+        raise ValueError(f"weight of {packed.out_size} outputs for {num_heads} + 2 * {kv.shape[3]} heads of {head_dim}")
+    _data_type(x, kv)
+    query = x.new_empty(x.shape[0], num_heads, head_dim)
+    rope = _rope_arguments(cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads)
+    _library().linear_rope_write_kv(*_linear_arguments(x, packed, query), *rope)
+    return query
 
 
 def gather_blocks(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:

@@ -45,6 +45,9 @@ BATCHLLM_INLINE Vec widen_even(const uint32_t* p) { return {_mm512_castsi512_ps(
 BATCHLLM_INLINE Vec widen_odd(const uint32_t* p) {
   return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000u))))};
 }
+#if defined(__AVX512BF16__)
+BATCHLLM_INLINE void narrow(bf16* p, Vec a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
+#else
 BATCHLLM_INLINE void narrow(bf16* p, Vec a) {
   // Nearest, ties to even; a lane that is not a number keeps its upper half with the quiet bit set.
   const __m512i bits = _mm512_castps_si512(a.v);
@@ -53,6 +56,7 @@ BATCHLLM_INLINE void narrow(bf16* p, Vec a) {
   rounded = _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), bits, _mm512_set1_epi32(0x400000));
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
+#endif
 
 #else
 

@@ -161,6 +161,22 @@ def test_a_messages_column_of_another_shape_is_refused_before_the_model_loads(
         open_job(tmp_path, "path: a.parquet", prompt="{messages: m}")
 
 
+def test_a_messages_column_of_another_shape_in_a_later_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    good = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    pq.write_table(pa.table({"m": pa.array([None], good)}), tmp_path / "in/a.parquet")
+    pq.write_table(pa.table({"m": ["user: hi"]}), tmp_path / "in/b.parquet")
+    with pytest.raises(InputError, match="b.parquet: column 'm' is string; prompt.messages"):
+        open_job(tmp_path, "path: in", prompt="{messages: m}")
+
+
+def test_a_json_field_that_turns_to_text_late_is_text_throughout(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": number}) for number in range(30_000)] + ['{"text": "late"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    cells = texts(open_job(tmp_path, "path: a.jsonl"))
+    assert (cells[0], cells[-1], len(cells)) == ("0", "late", 30_001)
+
+
 def test_a_sampling_column_that_is_missing_is_named_with_its_field(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", "x")
     with pytest.raises(InputError, match="sampling.top_p: the input has no column 'p'"):
@@ -222,6 +238,8 @@ def test_every_public_parquet_test_file_is_read_or_refused_in_one_line(shared_da
     assert len(lines) == len(paths)
     encrypted = [line for line in lines if line.split()[1].endswith(".parquet.encrypted")]
     assert encrypted and all(line.startswith("refused") and "crypt" in line for line in encrypted)
+    columns = [line for line in encrypted if "plaintext_footer" in line]
+    assert len(columns) == 2 and all("_field' cannot be read: Cannot decrypt" in line for line in columns)
     assert sum(line.startswith("read") for line in lines) > len(lines) // 2
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tokenizers import models, pre_tokenizers
 from batchllm.data.control_tokens import ControlTokens, free_plane
 from batchllm.data.inputs import open_input
 from batchllm.data.prompts import RowError, Staging, stage_prompts
+from batchllm.data.templates import compile_chat_template
 from batchllm.errors import InputError, ModelError
 from batchllm.job import Job, load_job
 from batchllm.plan.store import PromptStore
@@ -310,6 +311,38 @@ def test_the_chat_templates_clock_stands_at_the_jobs_date(tmp_path: Path) -> Non
     tokenizer = ByteTokenizer(chat_template=chat)
     found, _ = run(tmp_path, pa.table({"t": ["a&b"]}), '{template: "{{ t }}"}', tokenizer=tokenizer)
     assert found == {0: '29 Nov 2026 29 Nov 2026 "a&b"'}
+
+
+def test_public_chat_templates_render_as_transformers_renders_them(shared_data: Callable[[str], Path]) -> None:
+    reference = pytest.importorskip("transformers.utils.chat_template_utils")
+    conversation = [
+        {"role": "system", "content": "Sys & <b>"},
+        {"role": "user", "content": " hi\n"},
+        {"role": "assistant", "content": "yo"},
+        {"role": "user", "content": "more"},
+    ]
+    named = {"messages": conversation, "add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
+    paths = sorted(shared_data("vllm_samples/examples").glob("*.jinja"))
+    assert len(paths) == 3
+    for path in paths:
+        source = path.read_text()
+        expected = reference._compile_jinja_template(source).render(**named)
+        assert compile_chat_template(source, date=datetime.date.today()).render(**named) == expected
+
+
+def test_a_chat_prompt_has_the_ids_that_transformers_gives_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = ByteTokenizer()
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._pipeline, chat_template=CHATML)
+    texts = ["hello the he", " <| x\n\n", "日本 <b>&amp;"]
+    job = make_job(tmp_path, pa.table({"t": texts}), '{system: Be brief., template: "{{ t }}"}')
+    staging, errors = stage(job, tmp_path, tokenizer)
+    assert not errors
+    for row, text in enumerate(texts):
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+        expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert staging.store.tokens(row).tolist() == expected
+    staging.close()
 
 
 def test_a_model_without_a_chat_template_is_refused_with_the_way_out(tmp_path: Path) -> None:

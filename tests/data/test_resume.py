@@ -68,7 +68,7 @@ def make_rows(folder: Path, *, num_rows: int = 300) -> None:
 
 
 def run(job: Job, *, stop_after: int | None = None, limit: int | None = None) -> int:
-    """Echoes every prompt as its completion; returns how many rows were staged."""
+    """Echoes every prompt (`stop_after` of them) as its completion; returns how many rows were staged."""
     with OutputFolder(job.output.path) as output:
         input = open_input(job, spool_folder=output.staging, limit=limit)
         fingerprint = make_fingerprint(job=job.fingerprint_parts(), input=input.fingerprint, model="w", version="1")
@@ -83,11 +83,11 @@ def run(job: Job, *, stop_after: int | None = None, limit: int | None = None) ->
             for place in places.tolist():
                 prompt = staging.store.prompt(place)
                 text = " ".join(tokenizer.words[token] for token in prompt.token_ids)
-                for sample in range(prompt.sampling.n):
-                    completion = Completion(prompt.row_index, sample, text=f"{sample} {text}", finish_reason="eos")
-                    writer.add(completion, num_samples=prompt.sampling.n)
+                sample = int(staging.store.sample_index[place])
+                completion = Completion(prompt.row_index, sample, text=f"{sample} {text}", finish_reason="eos")
+                writer.add(completion, num_samples=prompt.sampling.n)
         staging.close()
-        return staging.store.num_prompts
+        return len(np.unique(staging.store.row_index))
 
 
 def check(folder: Path, *, date: datetime.date, num_rows: int = 300) -> None:
@@ -108,7 +108,9 @@ def test_a_stopped_run_is_finished_by_the_next_and_a_third_has_nothing_to_do(tmp
     make_rows(tmp_path)
     job = load_job(tmp_path / "job.yaml", date=NIGHT)
     assert run(job, stop_after=100) == 294
-    assert run(job) == 194
+    done = query("select distinct row_index from completions where error is null", tmp_path / "out").num_rows
+    assert 0 < done < 100
+    assert run(job) == 294 - done
     assert run(job) == 0
     check(tmp_path, date=NIGHT)
 

@@ -6,6 +6,7 @@ or missing slot is found, whatever the reason.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchllm.engine.blocks import num_blocks_for
-from batchllm.engine.scheduler import Scheduler, SchedulerConfig, WaitingSequence
+from batchllm.engine.scheduler import KvTiers, Scheduler, SchedulerConfig, WaitingSequence
 from batchllm.engine.step import StepBatch, build_step
 from batchllm.plan.plan import Plan, make_plan
 from batchllm.prompt import SamplingParams
@@ -33,17 +34,99 @@ class StagedPrompts:
         np.concatenate(self.prompts).astype("<i4").tofile(folder / "tokens.bin")
 
 
+class SymbolicMover:
+    """Tiers of a symbolic machine: saves pin their blocks and loads are late for a while, blocks get lost, all by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+        self.slots: dict[int, tuple[int, ...]] = {}
+        self.block_size = 1
+        self.kept: dict[bytes, list[tuple[int, ...] | None]] = {}
+        self.loads: list[tuple[int, bytes, int]] = []
+        self.pinned: list[tuple[int, list[tuple[int, ...] | None]]] = []
+        self.num_tickets = 0
+        self.num_loaded = 0
+
+    def contents(self, block: int) -> list[tuple[int, ...] | None]:
+        return [self.slots.get(block * self.block_size + offset) for offset in range(self.block_size)]
+
+    def contains(self, key: bytes) -> bool:
+        return key in self.kept
+
+    def save(self, key: bytes, block: int, *, next_use: float, recompute_tokens: int, keep: bool) -> bool:
+        if self.random.random() < 0.1:
+            return True
+        self.kept[key] = self.contents(block)
+        if self.random.random() < 0.7:
+            return True
+        self.pinned.append((block, self.contents(block)))
+        return False
+
+    def load(self, key: bytes, block: int) -> int:
+        self.num_tickets += 1
+        self.loads.append((self.num_tickets, key, block))
+        return self.num_tickets
+
+    def prefetch(self, key: bytes, next_use: float) -> None:
+        pass
+
+    def drop(self, key: bytes) -> None:
+        self.kept.pop(key, None)
+
+    def poll(self, timeout_s: float) -> tuple[list[tuple[int, bool]], list[int]]:
+        ended, later = [], []
+        for ticket, key, block in self.loads:
+            if timeout_s == 0 and self.random.random() < 0.5:
+                later.append((ticket, key, block))
+                continue
+            found = key in self.kept and self.random.random() > 0.1
+            if found:
+                self.num_loaded += 1
+                for offset, content in enumerate(self.kept[key]):
+                    if content is not None:
+                        self.slots[block * self.block_size + offset] = content
+            ended.append((ticket, found))
+        self.loads = later
+        released = []
+        for block, contents in [*self.pinned]:
+            # Behind the tokens that were saved, a sequence that shares the block may go on.
+            stop = 1
+            while stop < len(contents) and contents[stop] and contents[stop][:-1] == contents[stop - 1]:
+                stop += 1
+            assert self.contents(block)[:stop] == contents[:stop], "a pinned block was written"
+            if self.random.random() < 0.5:
+                self.pinned.remove((block, contents))
+                released.append(block)
+        return ended, released
+
+
 class SymbolicMachine:
     """Runs scheduled steps; the 'model' continues a prefix with a number that depends on all of it."""
 
     def __init__(
-        self, *, plan: Plan, store: StagedPrompts, config: SchedulerConfig, num_blocks: int, max_new: int, chunk: int
+        self,
+        *,
+        plan: Plan,
+        store: StagedPrompts,
+        config: SchedulerConfig,
+        num_blocks: int,
+        max_new: int,
+        chunk: int,
+        mover: SymbolicMover | None = None,
+        persist: bool = False,
     ) -> None:
         self.store, self.plan, self.max_new, self.chunk = store, plan, max_new, chunk
         self.scheduler = Scheduler(
-            config=config, tree=plan.tree, num_positions=plan.num_prompts, num_blocks=num_blocks, load=self.load
+            config=config,
+            plan=plan,
+            num_blocks=num_blocks,
+            load=self.load,
+            tiers=None if mover is None else KvTiers(mover=mover, root=bytes(32), persist=persist),
         )
+        self.mover = mover
         self.slots: dict[int, tuple[int, ...]] = {}
+        if mover is not None:
+            mover.slots, mover.block_size = self.slots, config.block_size
         self.computed_rows = 0
         self.outputs: dict[int, list[int]] = {}
 
@@ -60,6 +143,10 @@ class SymbolicMachine:
     def step(self) -> None:
         scheduler, table = self.scheduler, self.scheduler.table
         step = scheduler.schedule()
+        if step.slots.size == 0:
+            assert scheduler.num_in_flight or step.preempted or (self.mover and self.mover.pinned)
+            scheduler.wait(1.0)
+            return
         size = scheduler.config.block_size
         copied = {target: [self.slots.get(source * size + i) for i in range(size)] for source, target in step.copies}
         for target, contents in copied.items():
@@ -140,16 +227,30 @@ def machine(
     blocks: int,
     sharing: bool,
     chunk: int,
+    keep_order: bool = False,
+    mover: SymbolicMover | None = None,
+    persist: bool = False,
+    least_recent: bool = False,
 ) -> SymbolicMachine:
     store = StagedPrompts(folder, prompts, max_new)
-    plan = make_plan(store, prefix_sharing=sharing)
+    plan = make_plan(store, prefix_sharing=sharing, keep_order=keep_order)
     config = SchedulerConfig(
         block_size=block_size,
         max_step_tokens=budget,
         max_sequences=sequences,
         max_context=max(map(len, prompts)) + max_new,
+        evict_least_recent=least_recent,
     )
-    return SymbolicMachine(plan=plan, store=store, config=config, num_blocks=blocks, max_new=max_new, chunk=chunk)
+    return SymbolicMachine(
+        plan=plan,
+        store=store,
+        config=config,
+        num_blocks=blocks,
+        max_new=max_new,
+        chunk=chunk,
+        mover=mover,
+        persist=persist,
+    )
 
 
 @st.composite
@@ -183,6 +284,10 @@ def test_every_row_reads_its_own_prefix_and_finishes_whatever_the_limits(
         blocks=largest + data.draw(st.integers(0, 10)),
         sharing=data.draw(st.booleans()),
         chunk=data.draw(st.sampled_from([2, 4])),
+        keep_order=data.draw(st.booleans()),
+        mover=SymbolicMover(data.draw(st.integers(0, 1000))) if data.draw(st.booleans()) else None,
+        persist=data.draw(st.booleans()),
+        least_recent=data.draw(st.booleans()),
     )
     preempt = data.draw(st.lists(st.integers(0, 4), max_size=6))
     for _ in range(3000):
@@ -191,10 +296,14 @@ def test_every_row_reads_its_own_prefix_and_finishes_whatever_the_limits(
         runner.step()
         runner.scheduler.check_integrity()
         running = runner.scheduler.table.running
+        running = running[~runner.scheduler.table.is_restoring[running]]
         if preempt and running.size and (victim := preempt.pop()) < running.size:
             runner.scheduler.preempt(int(running[victim]))
             runner.scheduler.check_integrity()
     assert runner.scheduler.done
+    for _ in range(100):
+        runner.scheduler.wait(1.0)
+    runner.scheduler.check_integrity()
     assert runner.outputs == {row: runner.expected(row) for row in range(len(prompts))}
 
 
@@ -248,3 +357,70 @@ def test_more_prompt_groups_than_fit_leave_no_block_owned(tmp_path: Path) -> Non
     runner.scheduler.check_integrity()
     assert runner.scheduler.pool.num_free == runner.scheduler.pool.num_blocks
     assert not runner.scheduler.pool.reference_counts.any()
+
+
+def test_a_preempted_sequence_comes_back_from_the_tiers_without_computing_again(tmp_path: Path) -> None:
+    mover = SymbolicMover(seed=0)
+    mover.random = np.random.default_rng(3)
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, row] for row in range(4)]
+    runner = machine(
+        tmp_path,
+        prompts,
+        max_new=9,
+        block_size=4,
+        budget=64,
+        sequences=4,
+        blocks=60,
+        sharing=True,
+        chunk=4,
+        mover=mover,
+    )
+    steps = 0
+    while not runner.scheduler.done:
+        runner.step()
+        running = runner.scheduler.table.running
+        running = running[~runner.scheduler.table.is_restoring[running]]
+        steps += 1
+        if steps < 12 and running.size:
+            runner.scheduler.preempt(int(running[0]))
+    assert runner.outputs == {row: runner.expected(row) for row in range(4)}
+    assert mover.num_loaded > 10
+
+
+def test_shared_blocks_that_left_the_pool_come_back_instead_of_being_computed(tmp_path: Path) -> None:
+    """Documents come by turns in the order of the rows, and the pool holds one and a half of them."""
+    documents = [[10 * number + token % 7 for token in range(24)] for number in range(3)]
+    prompts = [documents[row % 3] + [row] for row in range(12)]
+    computed = {}
+    for with_tiers in (False, True):
+        mover = SymbolicMover(seed=1) if with_tiers else None
+        if mover is not None:
+            mover.save = _reliable_save(mover)  # type: ignore[method-assign]
+        folder = tmp_path / str(with_tiers)
+        folder.mkdir()
+        runner = machine(
+            folder,
+            prompts,
+            max_new=2,
+            block_size=4,
+            budget=64,
+            sequences=1,
+            blocks=10,
+            sharing=True,
+            chunk=4,
+            keep_order=True,
+            mover=mover,
+        )
+        while not runner.scheduler.done:
+            runner.step()
+        assert runner.outputs == {row: runner.expected(row) for row in range(12)}
+        computed[with_tiers] = runner.computed_rows
+    assert computed[True] < computed[False] / 2
+
+
+def _reliable_save(mover: SymbolicMover) -> Callable[..., bool]:
+    def save(key: bytes, block: int, **_: object) -> bool:
+        mover.kept[key] = mover.contents(block)
+        return True
+
+    return save

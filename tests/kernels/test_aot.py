@@ -1,6 +1,7 @@
 """Every kernel compiles for every device class, in every configuration of the tuning table; no GPU is needed.
 
-The launchers run on meta tensors with their launches recorded instead of enqueued, so what is compiled is what a GPU would be given.
+The launchers run on meta tensors with their launches recorded instead of enqueued, so what is compiled is what a GPU
+would be given.
 """
 
 from __future__ import annotations
@@ -177,7 +178,8 @@ def record(device_class: str, call: Callable[[], object], monkeypatch: pytest.Mo
 
 
 def compile_launch(launched: Launch, device_class: str) -> Resources:
-    """Specialised as the launch on a GPU would be: ones become constants, multiples of 16 and tensors are marked as such."""
+    """Specialised as the launch on a GPU would be: ones become constants, multiples of 16 and tensors are marked as
+    such."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from batchllm.kernels import rope
 from batchllm.kernels.attention import CHUNK
 
 SPANS = [(1, 1), (17, 17), (256, 1), (257, 3), (300, 300), (700, 130), (1029, 1)]
@@ -101,6 +102,60 @@ def test_a_prompt_cut_into_pieces_has_the_bits_of_the_whole(kernels, dtype, make
         plan = case._plan([(0, stop - start, 0, stop, 0, -1)], {})
         plan.positions[: stop - start] = torch.arange(start, stop, dtype=torch.int32)
         assert torch.equal(run_attention(kernels, case, plan, slice(start, stop)), whole[start:stop])
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 33])
+def test_linear_add_adds_the_product_in_place(kernels, dtype, assert_near, num_rows):
+    x, weight = torch.randn(num_rows, 70).to(dtype), (torch.randn(100, 70) / 8).to(dtype)
+    residual, bias = torch.randn(num_rows, 100).to(dtype), torch.randn(100).to(dtype)
+    truth = residual.double() + x.double() @ weight.double().T + bias.double()
+    kernels.linear_add(x, kernels.pack_linear(weight, bias), residual)
+    assert_near(residual / 4, truth / 4)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 33])
+@pytest.mark.parametrize("size", [16, 48, 50, 96])
+def test_linear_silu_mul_gates_the_two_halves_of_the_product(kernels, dtype, assert_near, size, num_rows):
+    x, weight = torch.randn(num_rows, 70).to(dtype), (torch.randn(2 * size, 70) / 8).to(dtype)
+    bias = torch.randn(2 * size).to(dtype)
+    gate, up = (x.double() @ weight.double().T + bias.double()).chunk(2, dim=-1)
+    result = kernels.linear_silu_mul(x, kernels.pack_linear_gated(weight, bias))
+    assert_near(result / 4, gate * gate.sigmoid() * up / 4)
+
+
+@pytest.mark.parametrize("head_dim", [8, *HEAD_DIMS])
+def test_linear_rope_write_kv_is_the_turned_product(kernels, dtype, assert_near, head_dim):
+    num_rows, num_heads, num_kv_heads, in_size = 35, 3, 1, 64
+    out_size = (num_heads + 2 * num_kv_heads) * head_dim
+    x, weight = torch.randn(num_rows, in_size).to(dtype), (torch.randn(out_size, in_size) / 8).to(dtype)
+    bias = torch.randn(out_size).to(dtype)
+    cos_sin = torch.randn(50, head_dim).sin()
+    arguments = {
+        "layer": 1,
+        "positions": torch.randint(50, (num_rows,)).int(),
+        "slots": torch.randperm(50)[:num_rows],
+        "num_heads": num_heads,
+    }
+    pools = [
+        torch.full((10, 2, 2, num_kv_heads, 5, head_dim), torch.nan, dtype=kind) for kind in (dtype, torch.float64)
+    ]
+    query = kernels.linear_rope_write_kv(x, kernels.pack_linear(weight, bias), cos_sin, pools[0], **arguments)
+    product = x.double() @ weight.double().T + bias.double()
+    truth = rope.rope_write_kv(product, cos_sin.double(), pools[1], **arguments)
+    assert_near(query / 4, truth / 4)
+    assert torch.equal(pools[0].isnan(), pools[1].isnan())
+    assert_near(pools[0].nan_to_num() / 4, pools[1].nan_to_num() / 4)
+
+
+@pytest.mark.parametrize(("out_size", "in_size"), [(100, 33), (960, 576), (48, 1536)])
+def test_a_linear_row_has_the_same_bits_whatever_the_number_of_rows(kernels, dtype, out_size, in_size):
+    if kernels.name == "reference":
+        pytest.skip("torch's own product changes with the number of rows")
+    x, weight = torch.randn(300, in_size).to(dtype), torch.randn(out_size, in_size).to(dtype)
+    packed = kernels.pack_linear(weight)
+    whole = kernels.linear(x, packed)
+    for start, stop in [(0, 1), (299, 300), (5, 37), (100, 116), (20, 53), (64, 192)]:
+        assert torch.equal(kernels.linear(x[start:stop].contiguous(), packed), whole[start:stop])
 
 
 @pytest.mark.parametrize("size", [1, 15, 64, 576, 1000, 4096])

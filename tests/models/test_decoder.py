@@ -27,20 +27,21 @@ def loaded(source: ModelSource, dtype: torch.dtype = torch.float32) -> Decoder:
     return load_decoder(source, dtype=dtype, device=CPU, kernels=REFERENCE)
 
 
-def reference_greedy(model: Any, prompts: list[list[int]], num_new: int) -> tuple[list[list[int]], torch.Tensor]:
-    """Greedy tokens of prompts of one length, and the logits [prompts, num_new, vocabulary] that gave them."""
+def reference_greedy(model: Any, prompts: list[list[int]], num_new: int, *, with_logits: bool = True) -> Any:
+    """Greedy tokens, and where asked the logits [prompts, num_new, vocabulary] behind them. Short prompts get pads."""
+    longest = max(len(prompt) for prompt in prompts)
     out = model.generate(
-        torch.tensor(prompts),
-        attention_mask=torch.ones(len(prompts), len(prompts[0]), dtype=torch.int64),
+        torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts]),
+        attention_mask=torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
         max_new_tokens=num_new,
-        min_new_tokens=num_new,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
         return_dict_in_generate=True,
-        output_logits=True,
+        output_logits=with_logits,
     )
-    return out.sequences[:, len(prompts[0]) :].tolist(), torch.stack(out.logits, 1)
+    tokens = out.sequences[:, longest:].tolist()
+    return (tokens, torch.stack(out.logits, 1)) if with_logits else tokens
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +57,7 @@ def prompts(embedded_model: ModelSource) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference_tokens(reference_model: LlamaForCausalLM, prompts: list[list[int]]) -> list[list[int]]:
-    groups = [reference_greedy(reference_model, prompts[start : start + 16], NUM_NEW)[0] for start in range(0, 64, 16)]
-    return [tokens for group in groups for tokens in group]
+    return reference_greedy(reference_model, prompts, NUM_NEW, with_logits=False)
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +129,8 @@ def test_bf16_leaves_the_reference_only_where_its_top_two_logits_are_within_bf16
         with torch.inference_mode():
             logits = reference_model(torch.tensor([rows[number][: len(prompts[index]) + at]])).logits[0, -1]
         best, second = logits.topk(2).values.tolist()
-        # 30 layers, each rounding the residual stream to 8 bits a few times: the logits move by about 2^-8 of their size
-        # times the root of the roundings.
+        # 30 layers, each rounding the residual stream to 8 bits a few times: the logits move by about 2^-8 of their
+        # size times the root of the roundings.
         assert best - second < abs(best) * 2**-8 * (4 * decoder.config.num_layers) ** 0.5, (index, at)
         assert int(ours[number, at]) in logits.topk(8).indices.tolist()
     assert num_equal > len(group) * NUM_NEW // 2
@@ -289,3 +289,13 @@ def test_a_config_that_claims_more_layers_than_the_file_has_is_refused_before_we
     assert json.loads((source.path / "config.json").read_text())["num_hidden_layers"] == 4
     with pytest.raises(ModelError, match=r"missing tensors model\.layers\.3\.input_layernorm\.weight.* and 5 more"):
         loaded(source)
+
+
+def test_logits_may_be_changed_in_place_by_whoever_samples(
+    save_tiny: Callable[..., Any], make_driver: Callable[..., Any]
+) -> None:
+    decoder = loaded(save_tiny("llama2")[1])
+    logits = decoder.logits(make_driver(decoder, num_sequences=1, max_tokens=16).step([[1, 2, 3]]))
+    logits[0, 7] = float("inf")
+    assert not logits.requires_grad
+    assert int(logits.argmax()) == 7

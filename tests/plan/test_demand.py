@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -68,9 +69,9 @@ def test_blending_ends_a_mixed_batch_sooner_than_token_order_or_longest_first(st
     longest_first = by_token[np.argsort(-limits, kind="stable")]
 
     def steps(positions: np.ndarray) -> float:
-        reordered = type(plan)(
+        reordered = dataclasses.replace(
+            plan,
             order=plan.order[positions],
-            tree=plan.tree,
             shared_tokens=plan.shared_tokens[positions],
             prompt_tokens=plan.prompt_tokens[positions],
             decode_tokens=plan.decode_tokens[positions],

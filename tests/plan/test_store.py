@@ -62,3 +62,20 @@ def test_a_store_without_prompts_is_empty_and_a_cut_file_is_an_error(tmp_path: P
     (tmp_path / "cut/tokens.bin").write_bytes(b"\x01\x00\x00\x00")
     with pytest.raises(OSError, match="cut short"):
         store.tokens(0)
+
+
+def test_a_row_with_several_samples_is_as_many_prompts_over_the_same_tokens(tmp_path: Path) -> None:
+    store = PromptStore(tmp_path)
+    append(store, [[1, 2]], first_row=4, sampling=SamplingParams(n=3))
+    append(store, [[3]], first_row=5, sampling=SamplingParams())
+    store.finish()
+    assert store.num_prompts == 4
+    assert list(zip(store.row_index.tolist(), store.sample_index.tolist(), strict=True)) == [
+        (4, 0),
+        (4, 1),
+        (4, 2),
+        (5, 0),
+    ]
+    assert [tokens.tolist() for tokens in store.read_many([2, 3, 0])] == [[1, 2], [3], [1, 2]]
+    assert (tmp_path / "tokens.bin").stat().st_size == 12
+    store.close()

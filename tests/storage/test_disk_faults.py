@@ -365,6 +365,21 @@ def test_a_bug_on_the_io_thread_is_reported_through_poll_and_turns_the_tier_off(
     tier.close()
 
 
+def test_a_queue_that_cannot_be_opened_turns_the_tier_off_and_says_so(
+    tmp_path: Path, key_of: KeyOf, block_of: BlockOf, finish: Finish
+) -> None:
+    def fail(_file_descriptor: int, _depth: int) -> tuple[SubmissionQueue, str]:
+        raise RuntimeError("can't start new thread")
+
+    tier = DiskTier(tmp_path, fingerprint=FINGERPRINT, block_bytes=BLOCK_BYTES, num_slots=4, open_submissions=fail)
+    assert "off: can't start new thread" in tier.backend
+    data = block_of(1, BLOCK_BYTES)
+    assert store(tier, finish, key_of(1), data).outcome is Outcome.FAILED
+    assert load(tier, finish, key_of(1))[0].outcome is Outcome.MISS
+    tier.check_integrity()
+    tier.close()
+
+
 def test_closing_ends_what_is_in_flight_and_leaves_no_thread_or_descriptor(
     tmp_path: Path, faults: Faults, key_of: KeyOf, block_of: BlockOf
 ) -> None:
@@ -454,3 +469,22 @@ def check_round_trip_replacing(tier: DiskTier, finish: Finish, block_of: BlockOf
     finish(tier, tier.store(b"n" * 32, memoryview(data), replace=next(iter(tier.keys()), None)))
     transfer, into = load(tier, finish, b"n" * 32)
     assert transfer.outcome is Outcome.DONE and np.array_equal(into, data)
+
+
+FORGETFUL = """
+import sys
+from pathlib import Path
+from batchllm.storage.disk import DiskTier
+tier = DiskTier(Path(sys.argv[1]), fingerprint=bytes(32), block_bytes=1_000_000, num_slots=50)
+data = [bytes(1_000_000) for _ in range(50)]
+for number, block in enumerate(data):
+    tier.store(number.to_bytes(32, "little"), memoryview(block))
+"""
+
+
+def test_a_process_that_forgets_to_close_its_tier_still_ends(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", FORGETFUL, str(tmp_path)]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []

@@ -276,10 +276,7 @@ def test_a_file_system_with_little_room_gives_fewer_slots(
 def test_where_room_cannot_be_reserved_writes_find_out_for_themselves(
     tmp_path: Path, finish: Finish, key_of: KeyOf, block_of: BlockOf, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    def refuse(_file_descriptor: int, _offset: int, _length: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(store_file, "_reserve", lambda _file_descriptor, _length: code)
     tier = open_tier(tmp_path)
     assert "not preallocated" in tier.backend
     fill(tier, finish, key_of, block_of, numbers=range(8))
@@ -298,6 +295,14 @@ while not transfer.done:
 print(tier.num_slots, transfer.outcome.value)
 tier.close()
 """
+
+
+def test_the_room_for_all_slots_is_reserved_at_the_start(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    assert tier.path is not None
+    if "not preallocated" not in tier.backend:
+        assert tier.path.stat().st_blocks * 512 >= PAGE_BYTES + 8 * frame_stride(BLOCK_BYTES)
+    tier.close()
 
 
 def test_a_limit_on_file_sizes_gives_a_tier_without_slots(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(steps=STEPS, num_slots=st.integers(0, 4))
 def check_agreement(name: str, finish: Finish, steps: list[tuple[str, int, int]], num_slots: int) -> None:
     oracle = DictionaryTier(num_slots=num_slots)
@@ -253,7 +253,7 @@ def test_operations_one_by_one_agree_with_the_dictionary(tier_name: str, finish:
     check_agreement(tier_name, finish)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(steps=STEPS, num_slots=st.integers(0, 4))
 def check_overlap(name: str, steps: list[tuple[str, int, int]], num_slots: int) -> None:
     with open_tier(name, num_slots=num_slots) as tier:

@@ -1,0 +1,98 @@
+"""Rows that DuckDB makes (SQL, CSV, JSON lines), written once to a Parquet file so that they stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchllm.data.parquet_files import first_line
+from batchllm.errors import InputError, JobError
+
+# Batches are gathered to row groups of about this size.
+_ROW_GROUP_BYTES = 16 << 20
+_MEMORY = "1GB"
+
+
+def spool_query(sql: str, *, folder: Path, spool_folder: Path, name: str) -> Path:
+    """Runs a query, which reads relative files from `folder`; returns the file of its rows, in their order.
+
+    Raises JobError for what is no single SELECT, InputError when the query fails; `name` stands for it there.
+    """
+    with _connection(spool_folder, name=name) as connection:
+        connection.execute("SET file_search_path = ?", [str(folder)])
+        statements = connection.extract_statements(sql)
+        if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
+            raise JobError(f"{name}: needs one SELECT statement")
+        return _write(connection.sql(statements[0].query), spool_folder)
+
+
+def is_text_table(files: tuple[Path, ...]) -> bool:
+    """Whether the files are CSV or JSON lines by their names, perhaps compressed."""
+    return _suffix(files) in (".csv", ".tsv", ".jsonl", ".ndjson")
+
+
+def spool_text_files(files: tuple[Path, ...], *, spool_folder: Path, name: str) -> Path:
+    """Reads CSV or JSON lines; returns the file of their rows. Raises InputError.
+
+    Text stays text: no cell is guessed to be a number or a date that prints otherwise than it was written.
+    """
+    listed = ", ".join(_quoted(str(path), quote="'") for path in files)
+    with _connection(spool_folder, name=name) as connection:
+        if _suffix(files) in (".csv", ".tsv"):
+            query = f"SELECT * FROM read_csv([{listed}], header = true, all_varchar = true)"
+            return _write(connection.sql(query), spool_folder)
+        options = "format = 'newline_delimited', records = true, sample_size = -1"
+        query = f"SELECT * FROM read_json([{listed}], {options}, dateformat = 'never', timestampformat = 'never')"
+        relation = connection.sql(query)
+        types = dict(zip(relation.columns, map(str, relation.types), strict=True))
+        # A field that holds text here and numbers there is JSON: its text without the quotes is meant.
+        mixed = [_quoted(column, quote='"') for column, type_ in types.items() if type_ == "JSON"]
+        if mixed:
+            plain = ", ".join(f"json_extract_string({column}, '$') AS {column}" for column in mixed)
+            relation = connection.sql(f"SELECT * REPLACE ({plain}) FROM ({query})")
+        return _write(relation, spool_folder)
+
+
+@contextmanager
+def _connection(spool_folder: Path, *, name: str) -> Iterator[duckdb.DuckDBPyConnection]:
+    connection = duckdb.connect()
+    try:
+        connection.execute(f"SET memory_limit = '{_MEMORY}'")
+        connection.execute("SET temp_directory = ?", [str(spool_folder / "duckdb")])
+        yield connection
+    except duckdb.Error as error:
+        raise InputError(f"{name}: {first_line(error)}") from None
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{name}: its rows cannot be staged: {first_line(error)}") from None
+    finally:
+        connection.close()
+
+
+def _write(relation: duckdb.DuckDBPyRelation, spool_folder: Path) -> Path:
+    path = spool_folder / "input.parquet"
+    reader = relation.to_arrow_reader(1024)
+    with pq.ParquetWriter(path, reader.schema, compression="zstd", compression_level=1) as writer:
+        batches: list[pa.RecordBatch] = []
+        waiting_bytes = 0
+        for batch in reader:
+            batches.append(batch)
+            waiting_bytes += batch.nbytes
+            if waiting_bytes >= _ROW_GROUP_BYTES:
+                writer.write_table(pa.Table.from_batches(batches))
+                batches, waiting_bytes = [], 0
+        if batches:
+            writer.write_table(pa.Table.from_batches(batches))
+    return path
+
+
+def _suffix(files: tuple[Path, ...]) -> str:
+    return Path(files[0].name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
+
+
+def _quoted(text: str, *, quote: str) -> str:
+    return quote + text.replace(quote, 2 * quote) + quote

@@ -1,0 +1,218 @@
+"""KV that leaves the pool before its last use, and comes back: which blocks, under which keys, for whom. Block ids and keys only.
+
+A block is named by the hash chain of the tokens up to its end (`batchllm.storage.keys`), so what a preempted sequence leaves, what the tree
+evicts and what an earlier run kept are found in the same way, and nothing else can be found under its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from batchllm.engine.blocks import BlockPool
+from batchllm.plan.tree import PrefixTree
+from batchllm.storage.keys import block_key
+
+_PREFETCH_POSITIONS = 64
+"""How far ahead of the plan's next position blocks are brought near: about what a few steps admit."""
+
+
+class BlockMover(Protocol):
+    """Moves the bytes of pool blocks to and from the tiers (`batchllm.engine.transfer`)."""
+
+    def contains(self, key: bytes) -> bool:
+        """Whether a load begun now would find the block."""
+
+    def save(self, key: bytes, block: int, *, next_use: float, recompute_tokens: int, keep: bool) -> bool:
+        """Keeps a block's bytes if that pays. False: the block must not change before `poll` says it is released."""
+
+    def load(self, key: bytes, block: int) -> int:
+        """Begins to fill a block; returns a ticket."""
+
+    def prefetch(self, key: bytes, next_use: float) -> None:
+        """Brings a block into memory from which a load is quick, if there is room."""
+
+    def drop(self, key: bytes) -> None:
+        """The block is not needed any more in this run."""
+
+    def poll(self, timeout_s: float) -> tuple[list[tuple[int, bool]], list[int]]:
+        """Ended loads (ticket, whether the bytes are there) and blocks released; waits up to `timeout_s` for the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restorable:
+    """Blocks that a sequence finds in the tiers behind those in the pool; with them, `num_tokens` of its tokens are there."""
+
+    keys: list[bytes]
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Restore:
+    """One sequence's loads. `blocks_before` were in the pool; `loaded[i]` is None while the i-th load is under way."""
+
+    blocks_before: int
+    restorable: Restorable
+    tickets: dict[int, int] = field(default_factory=dict)
+    loaded: list[bool | None] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return None not in self.loaded
+
+
+class Offload:
+    """Names blocks, saves and restores them. Owned by the scheduler, which owns the blocks."""
+
+    def __init__(
+        self, *, mover: BlockMover, root: bytes, tree: PrefixTree, pool: BlockPool, block_size: int, persist: bool
+    ) -> None:
+        """`root`: the key before the first block (`storage.keys.root_key`). `persist`: shared blocks are kept for later runs."""
+        self.persist = persist
+        self.num_pinned = 0
+        """Blocks that the mover has not copied out of the pool yet."""
+        self._mover = mover
+        self._root = root
+        self._tree = tree
+        self._pool = pool
+        self._block_size = block_size
+        self._node_keys: dict[int, list[bytes]] = {}
+        self._saved_nodes: dict[int, list[bytes]] = {}
+        self._restores: dict[int, _Restore] = {}
+        self._slot_of_ticket: dict[int, int] = {}
+        self._arriving: set[bytes] = set()
+
+    @property
+    def num_restoring(self) -> int:
+        return len(self._restores)
+
+    def save_node(
+        self, path: list[int], *, blocks: list[int], tail: int, tokens: np.ndarray, next_use: float, last_use: bool
+    ) -> None:
+        """The tree lets go of the last node of `path`: keep what will be needed, or what a later run may need (`last_use`)."""
+        node = path[-1]
+        if last_use and not self.persist:
+            for key in self._saved_nodes.pop(node, ()):
+                self._mover.drop(key)
+            self._node_keys.pop(node, None)
+            return
+        size, end = self._block_size, int(self._tree.end[node])
+        keys = self._keys(path, tokens, end)[int(self._tree.start[node]) // size :]
+        held = [*blocks]
+        names = keys[: len(blocks)]
+        if tail >= 0:
+            held.append(tail)
+            names = [*names, self._tail_key(path, tokens, end)]
+        for key, block in zip(names, held, strict=True):
+            self._save(key, block, next_use=next_use, keep=self.persist)
+        self._saved_nodes[node] = names
+
+    def save_sequence(self, path: list[int], *, tokens: np.ndarray, blocks: np.ndarray, position: int) -> None:
+        """A preempted sequence's own KV: `tokens` are those computed, `blocks` all its blocks. What nodes own is theirs to save."""
+        size = self._block_size
+        keys = self._keys(path, tokens, tokens.size)
+        first = (int(self._tree.end[path[-1]]) if path else 0) // size
+        for number in range(first, tokens.size // size):
+            self._save(keys[number], int(blocks[number]), next_use=position, keep=False)
+        if tokens.size % size:
+            key = self._tail_key(path, tokens, tokens.size)
+            self._save(key, int(blocks[tokens.size // size]), next_use=position, keep=False)
+
+    def find(self, path: list[int], *, tokens: np.ndarray, saved_tokens: int, num_blocks: int) -> Restorable:
+        """What of a sequence lies in the tiers, behind its first `num_blocks` blocks. `saved_tokens`: as in `WaitingSequence`."""
+        size = self._block_size
+        shared_end = int(self._tree.end[path[-1]]) if path else 0
+        keys = self._keys(path, tokens, max(shared_end, saved_tokens))
+        stop = num_blocks
+        while stop < len(keys) and self._mover.contains(keys[stop]):
+            stop += 1
+        found, num_tokens = keys[num_blocks:stop], stop * size
+        ends = [int(self._tree.end[node]) for node in path] + [saved_tokens]
+        for end in sorted((end for end in ends if end // size == stop and end % size), reverse=True):
+            key = self._tail_key(path, tokens, end)
+            if self._mover.contains(key):
+                return Restorable([*found, key], end)
+        return Restorable(found, num_tokens)
+
+    def is_arriving(self, restorable: Restorable) -> bool:
+        """Whether another sequence is loading one of these blocks: then waiting for it is cheaper than loading it twice."""
+        return not self._arriving.isdisjoint(restorable.keys)
+
+    def begin_restore(self, slot: int, restorable: Restorable, *, blocks: np.ndarray, blocks_before: int) -> None:
+        """Loads into `blocks`, one for each key."""
+        restore = _Restore(blocks_before, restorable, loaded=[None] * len(restorable.keys))
+        self._restores[slot] = restore
+        for number, key in enumerate(restorable.keys):
+            ticket = self._mover.load(key, int(blocks[number]))
+            restore.tickets[ticket] = number
+            self._slot_of_ticket[ticket] = slot
+        self._arriving.update(restorable.keys)
+
+    def poll(self, timeout_s: float) -> list[tuple[int, int]]:
+        """Sequences whose loads have ended: (slot, tokens that are there, without a gap). A bad block is a miss: computed again."""
+        ended, released = self._mover.poll(timeout_s)
+        for block in released:
+            # One at a time: a block may have been pinned twice, under two keys.
+            self._pool.release(np.array([block], dtype=np.int32))
+        self.num_pinned -= len(released)
+        for ticket, loaded in ended:
+            restore = self._restores[self._slot_of_ticket.pop(ticket)]
+            restore.loaded[restore.tickets[ticket]] = loaded
+        finished = []
+        for slot in [slot for slot, restore in self._restores.items() if restore.done]:
+            restore = self._restores.pop(slot)
+            self._arriving.difference_update(restore.restorable.keys)
+            if all(restore.loaded):
+                finished.append((slot, restore.restorable.num_tokens))
+            else:
+                finished.append((slot, (restore.blocks_before + restore.loaded.index(False)) * self._block_size))
+        return finished
+
+    def prefetch(self, next_uses: Iterable[tuple[int, float]], *, position: int) -> None:
+        """Brings near what is needed soon. `next_uses`: (saved node, next use) pairs, of `saved_nodes`."""
+        for node, next_use in next_uses:
+            if next_use <= position + _PREFETCH_POSITIONS:
+                for key in self._saved_nodes.pop(node):
+                    self._mover.prefetch(key, next_use)
+
+    @property
+    def saved_nodes(self) -> list[int]:
+        """Nodes with blocks in the tiers that were not brought near since."""
+        return list(self._saved_nodes)
+
+    def _save(self, key: bytes, block: int, *, next_use: float, keep: bool) -> None:
+        if not self._mover.save(key, block, next_use=next_use, recompute_tokens=self._block_size, keep=keep):
+            self.num_pinned += 1
+            self._pool.share(np.array([block], dtype=np.int32))
+
+    def _keys(self, path: list[int], tokens: np.ndarray, num_tokens: int) -> list[bytes]:
+        """Keys of the whole blocks in the first `num_tokens` tokens; those of nodes are computed once."""
+        size = self._block_size
+        keys: list[bytes] = []
+        for node in path:
+            stop = int(self._tree.end[node]) // size
+            if stop * size > num_tokens:
+                break
+            cached = self._node_keys.get(node)
+            if cached is None:
+                cached = self._node_keys[node] = self._chain(keys, tokens, stop)
+            keys.extend(cached)
+        keys.extend(self._chain(keys, tokens, num_tokens // size))
+        return keys
+
+    def _chain(self, before: list[bytes], tokens: np.ndarray, stop: int) -> list[bytes]:
+        size = self._block_size
+        keys: list[bytes] = []
+        parent = before[-1] if before else self._root
+        for number in range(len(before), stop):
+            parent = block_key(parent, tokens[number * size : (number + 1) * size])
+            keys.append(parent)
+        return keys
+
+    def _tail_key(self, path: list[int], tokens: np.ndarray, end: int) -> bytes:
+        """The key of the partly filled block that ends at token `end`."""
+        keys = self._keys(path, tokens, end)
+        return block_key(keys[-1] if keys else self._root, tokens[len(keys) * self._block_size : end])

@@ -1,0 +1,148 @@
+"""Bytes of pool blocks to and from the tiers, and whether moving them pays.
+
+On a CPU the pool is host memory: a block is one run of bytes, and the tiers copy from and to it where it lies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+
+import torch
+
+from batchllm.storage.cost import CostTable, Decision, Victim
+from batchllm.storage.store import TieredStore
+from batchllm.storage.tier import Outcome, Transfer
+
+_SAVE_PATIENCE_S = 0.25
+"""How long a step waits for room to copy a block into before it leaves the block pinned and goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSetup:
+    """What an engine with tiers is given. `root`: the key before a first block; `persist` keeps shared blocks for later runs."""
+
+    store: TieredStore
+    costs: CostTable
+    root: bytes
+    persist: bool = False
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """Of one run. `stall_s`: time in which the engine waited for a transfer and computed nothing."""
+
+    num_saved: int = 0
+    num_not_worth: int = 0
+    num_loads: int = 0
+    num_load_misses: int = 0
+    stall_s: float = 0.0
+
+
+class HostMover:
+    """Moves blocks of a pool in host memory. Implements `BlockMover`; owns the store and closes it."""
+
+    def __init__(self, *, pool: torch.Tensor, store: TieredStore, costs: CostTable) -> None:
+        """`pool` as `make_pool` makes it, on the CPU."""
+        assert pool.device.type == "cpu", "this mover copies host memory"
+        stride = pool.stride(0) * pool.element_size()
+        flat = torch.empty(0, dtype=torch.uint8).set_(pool.untyped_storage())
+        self._bytes = memoryview(flat.numpy().data)
+        self._stride = stride
+        self.store = store
+        self.costs = costs
+        self.counters = TransferCounters()
+        self._tickets = itertools.count()
+        self._loads: dict[int, int] = {}
+        self._pinned: dict[int, int] = {}
+        self._held: dict[int, Transfer] = {}
+        self._ended: list[tuple[int, bool]] = []
+        self._released: list[int] = []
+
+    def contains(self, key: bytes) -> bool:
+        return self.store.contains(key)
+
+    def save(self, key: bytes, block: int, *, next_use: float, recompute_tokens: int, keep: bool) -> bool:
+        if not keep and self._decide(recompute_tokens) is Decision.DROP:
+            self.counters.num_not_worth += 1
+            return True
+        self.counters.num_saved += 1
+        transfer = self.store.put(
+            key, self._view(block), next_use=next_use, recompute_tokens=recompute_tokens, keep=keep
+        )
+        if not transfer.done:
+            self._stall(transfer)
+        if transfer.done:
+            return True
+        self._held[id(transfer)] = transfer
+        self._pinned[id(transfer)] = block
+        return False
+
+    def load(self, key: bytes, block: int) -> int:
+        ticket = next(self._tickets)
+        self.counters.num_loads += 1
+        transfer = self.store.get(key, self._view(block))
+        if transfer.done:
+            self._end_load(ticket, transfer)
+        else:
+            self._held[id(transfer)] = transfer
+            self._loads[id(transfer)] = ticket
+        return ticket
+
+    def prefetch(self, key: bytes, next_use: float) -> None:
+        if not self.store.is_near(key):
+            self.store.prefetch(key, next_use=next_use)
+
+    def drop(self, key: bytes) -> None:
+        self.store.drop(key)
+
+    def poll(self, timeout_s: float) -> tuple[list[tuple[int, bool]], list[int]]:
+        waits = timeout_s > 0 and not self._ended and not self._released
+        started_at = time.perf_counter()
+        self._reap(timeout_s if waits else 0.0)
+        if waits:
+            self.counters.stall_s += time.perf_counter() - started_at
+        ended, self._ended = self._ended, []
+        released, self._released = self._released, []
+        return ended, released
+
+    def close(self) -> None:
+        """Waits for what is being written, then closes the tiers."""
+        self.store.close()
+
+    def _decide(self, recompute_tokens: int) -> Decision:
+        """DROP where no tier is worth it. The order of next uses, not their distance in seconds, says who waits for whom."""
+        victim = Victim(block_bytes=self._stride, recompute_tokens=recompute_tokens, next_use_s=1e9)
+        host, disk = self.store.host, self.store.disk
+        return self.costs.decide(
+            victim, has_host=host is not None and host.num_slots > 0, has_disk=disk is not None and disk.num_slots > 0
+        )
+
+    def _stall(self, transfer: Transfer) -> None:
+        started_at = time.perf_counter()
+        while not transfer.done and time.perf_counter() - started_at < _SAVE_PATIENCE_S:
+            self._reap(0.01)
+        self.counters.stall_s += time.perf_counter() - started_at
+
+    def _reap(self, timeout_s: float) -> None:
+        for transfer in self.store.poll(timeout_s):
+            if (ticket := self._loads.pop(id(transfer), None)) is not None:
+                self._end_load(ticket, transfer)
+            if (block := self._pinned.pop(id(transfer), None)) is not None:
+                self._released.append(block)
+            self._held.pop(id(transfer), None)
+
+    def _end_load(self, ticket: int, transfer: Transfer) -> None:
+        loaded = transfer.outcome is Outcome.DONE
+        self.counters.num_load_misses += not loaded
+        self._ended.append((ticket, loaded))
+
+    def _view(self, block: int) -> memoryview:
+        return self._bytes[block * self._stride : (block + 1) * self._stride]
+
+
+def choose_by_cost(costs: CostTable, *, block_bytes: int, recompute_tokens: int) -> Decision:
+    """For a block that has to leave host memory: DISK where reading it back is cheaper than computing it again, else DROP."""
+    victim = Victim(block_bytes=block_bytes, recompute_tokens=recompute_tokens, next_use_s=1e9)
+    return costs.decide(victim, has_host=False, has_disk=True)
