@@ -24,7 +24,8 @@ class Input:
     """The rows of a job, in an order that a resume finds again. `columns` are those that the job reads.
 
     `schema` is the input's own; `carried` are the fields that the output gets (`id`, then the kept columns).
-    `fingerprint` says what must be the same on resume. `holds_requests`: the rows are those of `openai_input`. `num_rows` is the number that this run takes (`--limit`).
+    `fingerprint` says what must be the same on resume. `num_rows` is the number that this run takes (`--limit`).
+    `holds_requests`: the rows are those that `openai_input` makes of a batch file.
     """
 
     name: str
