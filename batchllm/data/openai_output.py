@@ -173,7 +173,7 @@ class _Lines:
             position += len(one["token"])
         top_by_text = []
         for entry in entries:
-            top = (texts.entry(one["token_id"], one["logprob"]) for one in entry["top"])
+            top = [texts.entry(one["token_id"], one["logprob"]) for one in entry["top"]]
             top_by_text.append({one["token"]: one["logprob"] for one in top})
         return {
             "tokens": [one["token"] for one in named],

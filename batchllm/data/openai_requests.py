@@ -62,6 +62,26 @@ _Whole = Annotated[
 ]
 
 
+# Keys that bodies and `SamplingParams` have in common.
+_SAMPLING_KEYS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "n",
+    "stop",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "repetition_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+)
+
+
 class _Body(BaseModel):
     """What both kinds of bodies hold. Sampling values are only typed here; `SamplingSection` has their limits."""
 
@@ -91,9 +111,7 @@ class _Body(BaseModel):
 
     def sampling(self) -> dict[str, Any]:
         """Field of `SamplingParams` → value, for those that the body sets."""
-        names = ("max_tokens", "temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty")
-        names += ("logit_bias", "top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {name: value for name in _SAMPLING_KEYS if (value := getattr(self, name)) is not None}
 
 
 def _text_content(value: object) -> object:

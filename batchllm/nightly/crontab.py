@@ -27,7 +27,9 @@ def without_entry(crontab: str, *, job_file: Path) -> str:
 def _without(crontab: str, *, job_file: Path) -> tuple[list[str], int | None]:
     """The other lines, and where the job's entry stood. Only a line that starts a run goes with its marker."""
     lines = crontab.splitlines(keepends=True)
-    marker, kept, place = cron_marker(job_file), [], None
+    marker = cron_marker(job_file)
+    kept: list[str] = []
+    place: int | None = None
     position = 0
     while position < len(lines):
         if lines[position].rstrip("\r\n") == marker:
