@@ -65,14 +65,51 @@ Command = Annotated[tuple[str, ...], Field(strict=False)]
 """A program and its arguments, run without a shell; empty for none."""
 
 
+def _size_or_none(value: object) -> object:
+    return value if value == 0 and type(value) is int else parse_size(value)
+
+
+class KvDiskSection(Section):
+    """A tier in a file of folder `path` (absolute once the job is loaded), of at most `size` bytes.
+
+    Blocks kept by `persist` that are older than `max_age_days` are free for others.
+    """
+
+    path: Annotated[str, Field(min_length=1)]
+    size: AutoSize = "auto"
+    max_age_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 14.0
+
+
 class KvSection(Section):
-    """Memory for keys and values, in bytes. `device: auto` takes what the model and the step leave free."""
+    """Memory for keys and values, in bytes. `device: auto` takes what the model and the step leave free.
+
+    `host` (0: none) and `disk` are tiers for blocks that leave the device before their last use. `policy` chooses what leaves:
+    `next-use` by the plan; `lru` and `recompute` (no tier at all) are there to compare with. `persist` keeps shared blocks on disk
+    for later runs.
+    """
 
     device: AutoSize = "auto"
+    host: Annotated[
+        Literal["auto"] | int,
+        BeforeValidator(_size_or_none),
+        WithJsonSchema({"anyOf": [{"const": 0}, *_SIZE_SCHEMA["anyOf"]]}),
+    ] = 0
+    disk: KvDiskSection | None = None
+    policy: Literal["next-use", "lru", "recompute"] = "next-use"
+    persist: bool = False
+
+    @model_validator(mode="after")
+    def _persist_needs_disk(self) -> KvSection:
+        if self.persist and self.disk is None:
+            raise ValueError("persist needs a place to keep blocks: give engine.kv.disk.path")
+        return self
 
 
 class EngineSection(Section):
-    """Where and how fast. None of it but `dtype` changes what a row says."""
+    """Where and how fast. None of it but `dtype` changes what a row says.
+
+    `order: input` runs rows as they stand in the input, so that a run that is stopped has done the first ones.
+    """
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
@@ -80,6 +117,7 @@ class EngineSection(Section):
     max_sequences: AutoCount = "auto"
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     prefix_sharing: bool = True
+    order: Literal["plan", "input"] = "plan"
     kv: KvSection = KvSection()
 
 
@@ -167,6 +205,11 @@ def load_job(path: Path | str, *, overrides: Sequence[str] = (), date: datetime.
             except ValueError as error:
                 raise _error(source, (section, key), str(error)) from None
             values[key] = text if key == "sql" else _absolute(text, folder=folder)
+    engine = source.value.get("engine")
+    kv = engine.get("kv") if isinstance(engine, dict) else None
+    disk = kv.get("disk") if isinstance(kv, dict) else None
+    if isinstance(disk, dict) and isinstance(disk.get("path"), str) and disk["path"]:
+        disk["path"] = _absolute(disk["path"], folder=folder)
     model = source.value.get("model")
     if isinstance(model, str) and _is_path(model, folder=folder):
         source.value["model"] = _absolute(model, folder=folder)

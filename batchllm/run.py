@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from batchllm import __version__
+from batchllm.data.error_count import ErrorCount, num_failed
 from batchllm.data.inputs import Input, open_input
 from batchllm.data.openai_output import write_batch_files
 from batchllm.data.outputs import OutputFolder, OutputWriter, make_fingerprint
@@ -21,7 +22,10 @@ from batchllm.data.results import query
 from batchllm.data.schema import completion_schema
 from batchllm.engine.engine import Engine, kv_shape
 from batchllm.engine.metrics import RunMetrics
-from batchllm.engine.sizing import size_engine
+from batchllm.engine.sizing import most_blocks, size_engine
+from batchllm.engine.tier_report import TierReport, report_tiers
+from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
+from batchllm.engine.transfer import TierSetup
 from batchllm.errors import BatchLLMError, JobError, StoppedError
 from batchllm.job import Job
 from batchllm.models.decoder import Decoder, dtype_for, load_decoder
@@ -33,6 +37,7 @@ from batchllm.ops import select_kernels
 from batchllm.plan.plan import Plan, make_plan
 from batchllm.plan.store import PromptStore
 from batchllm.prompt import Completion
+from batchllm.storage.keys import KeyScope
 
 _RATE_WINDOW_S = 10.0
 
@@ -92,6 +97,7 @@ class RunSummary:
     dtype: str
     kernels: str
     model: str
+    tiers: TierReport | None
     too_many_errors: str | None = None
 
     @property
@@ -148,11 +154,12 @@ class _Run:
         self._device = _device(job.engine.device)
         self._dtype = dtype_for(job.engine.dtype, self._device)
         self._metrics = RunMetrics()
+        self._tiers: TierReport | None = None
         self._unique_prompt_tokens = 0
         self._load_s = 0.0
         self._rows_before = 0
         self._rows_done = 0
-        self._errors: _ErrorCount | None = None
+        self._errors: ErrorCount | None = None
 
     def execute(self) -> RunSummary:
         job, observer = self._job, self._observer
@@ -172,10 +179,10 @@ class _Run:
                 done = self._output.resume(fingerprint=fingerprint, num_rows=source_rows.table.num_rows)
         done = done[: source_rows.num_rows]
         if self._options.max_error_rate is not None:
-            self._errors = _ErrorCount(
+            self._errors = ErrorCount(
                 rate=self._options.max_error_rate,
                 num_rows=source_rows.num_rows,
-                num_failed=_num_failed(self._output.path, below=source_rows.num_rows),
+                num_failed=num_failed(self._output.path, below=source_rows.num_rows),
             )
         self._rows_before = self._rows_done = int(done.sum())
         if self._rows_before:
@@ -220,7 +227,12 @@ class _Run:
         store = staging.store
         if store.num_prompts == 0:
             return True
-        plan = make_plan(store, prefix_sharing=job.engine.prefix_sharing, max_model_tokens=context)
+        plan = make_plan(
+            store,
+            prefix_sharing=job.engine.prefix_sharing,
+            keep_order=job.engine.order == "input",
+            max_model_tokens=context,
+        )
         self._unique_prompt_tokens = plan.unique_prompt_tokens
         observer.note(
             f"{store.num_prompts} prompts, {plan.total_prompt_tokens} prompt tokens, "
@@ -246,7 +258,12 @@ class _Run:
                 self._rows_done += missing.get(row, 0) == 0
             observer.progress(tracker.advance(engine, rows_done=self._rows_done))
 
-        return engine.run(deliver=deliver, should_stop=should_stop)
+        try:
+            return engine.run(deliver=deliver, should_stop=should_stop)
+        finally:
+            engine.close()
+            if engine.mover is not None:
+                self._tiers = report_tiers(engine.mover, engine.metrics)
 
     def _should_stop(self) -> bool:
         return self._gives_up() or self._observer.should_stop()
@@ -275,6 +292,7 @@ class _Run:
             max_step_tokens=settings.max_step_tokens,
             max_sequences=settings.max_sequences,
             kv_bytes=settings.kv.device,
+            evict_least_recent=settings.kv.policy == "lru",
         )
         return Engine(
             decoder=decoder,
@@ -284,6 +302,29 @@ class _Run:
             config=config,
             seed=self._job.seed,
             started_at=self._started_at,
+            tiers=self._open_tiers(decoder, plan),
+        )
+
+    def _open_tiers(self, decoder: Decoder, plan: Plan) -> TierSetup | None:
+        settings, shape = self._job.engine, kv_shape(decoder)
+        kv, block_size = settings.kv, settings.block_size
+        if self._device.type != "cpu" and (kv.host or kv.disk):
+            raise JobError(f"engine.kv: tiers are not supported on {self._device.type} yet; leave host and disk out")
+        disk = None
+        if kv.disk is not None:
+            disk = DiskRequest(Path(kv.disk.path), kv.disk.size, max_age_s=kv.disk.max_age_days * 86400)
+        request = TierRequest(host_bytes=kv.host, disk=disk, policy=kv.policy, persist=kv.persist)
+        layout = f"block-major {shape.num_layers}x2x{shape.num_kv_heads}x{block_size}x{shape.head_dim}"
+        # The bits of keys and values depend on the kernels too.
+        scope = KeyScope(
+            model=decoder.fingerprint.encode(), layout=f"{layout} {decoder.kernels.name}", dtype=str(decoder.dtype)
+        )
+        return open_tiers(
+            request,
+            scope=scope,
+            block_bytes=shape.block_bytes(block_size),
+            block_size=block_size,
+            most_blocks=most_blocks(plan, max_context=decoder.config.max_context, block_size=block_size),
         )
 
     def _summary(self, rows: Input, model: str, finished: bool) -> RunSummary:
@@ -323,43 +364,8 @@ class _Run:
             kernels=select_kernels(self._device).name,
             model=model,
             too_many_errors=self._errors.reason if self._errors is not None else None,
+            tiers=self._tiers,
         )
-
-
-class _ErrorCount:
-    """The rows with an error, against the share of all rows that may carry one."""
-
-    def __init__(self, *, rate: float, num_rows: int, num_failed: int) -> None:
-        """`num_failed`: rows that earlier runs left with an error."""
-        self._rate = rate
-        self._num_rows = num_rows
-        self._num_before = num_failed
-        # A row with several samples may fail more than once.
-        self._failed: set[int] = set()
-
-    def add(self, row_index: int) -> None:
-        self._failed.add(row_index)
-
-    @property
-    def is_too_high(self) -> bool:
-        """Whether the rate is exceeded even if every other row completes."""
-        return self._num_before + len(self._failed) > self._rate * self._num_rows
-
-    @property
-    def reason(self) -> str | None:
-        """Why the run gives up, in a line; None where it does not."""
-        if not self.is_too_high:
-            return None
-        num_failed = self._num_before + len(self._failed)
-        return (
-            f"{num_failed} of {self._num_rows} rows carry an error ({num_failed / self._num_rows:.1%}), more than the "
-            f"{self._rate * 100:.4g}% that --max-error-rate allows; what is done is kept, --retry-errors runs the failed rows again"
-        )
-
-
-def _num_failed(folder: Path, *, below: int) -> int:
-    counts = query(f"select count(distinct row_index) as failed from errors where row_index < {below}", folder)
-    return int(counts["failed"][0].as_py())
 
 
 class _ProgressTracker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from batchllm.engine.tier_report import TierReport
 from batchllm.run import RunSummary
 
 
@@ -27,6 +28,8 @@ def summary_text(summary: RunSummary) -> str:
             f"  machine     {summary.model} in {summary.dtype} on {summary.device}, {summary.kernels} kernels, "
             f"{summary.num_steps} steps",
         ]
+    if summary.tiers is not None:
+        lines += _tier_lines(summary.tiers)
     lines += [
         f"  time        {summary.wall_s:.1f} s, of which {summary.load_s:.1f} s loading the model",
         f"  output in   {summary.output}",
@@ -34,3 +37,19 @@ def summary_text(summary: RunSummary) -> str:
     if summary.rows_failed:
         lines.append('  failed rows: batchllm query "select row_index, error from errors" JOB_FILE')
     return "\n".join(lines)
+
+
+def _tier_lines(report: TierReport) -> list[str]:
+    saved = "" if report.saved_s is None else f", about {report.saved_s:.1f} s saved against computing again"
+    lines = [
+        f"  tiers       {report.restored_tokens:,} tokens restored, {report.recomputed_tokens:,} computed again, "
+        f"{report.stall_s:.2f} s waited{saved}"
+    ]
+    for tier in report.tiers:
+        rate = "" if tier.bytes_per_s is None else f" at {tier.bytes_per_s / 1e9:.2f} GB/s"
+        misses = "".join(f", {count} {cause}" for cause, count in tier.misses.items())
+        lines.append(
+            f"    {tier.name:<10}{tier.capacity_blocks:,} blocks ({tier.detail}): {tier.bytes_in / 1e6:,.0f} MB in, "
+            f"{tier.bytes_out / 1e6:,.0f} MB out{rate}, {tier.num_hits:,} hits{misses}"
+        )
+    return lines

@@ -32,6 +32,7 @@ def size_engine(
     max_step_tokens: int | Auto,
     max_sequences: int | Auto,
     kv_bytes: int | Auto,
+    evict_least_recent: bool = False,
 ) -> EngineConfig:
     """The sizes to run `plan` with. Raises JobError when the KV memory that the job names holds no block."""
     on_gpu = device.type == "cuda"
@@ -42,17 +43,21 @@ def size_engine(
     block_bytes = shape.block_bytes(block_size)
     if kv_bytes == "auto":
         available = int(_available_bytes(device) * _MEMORY_SHARE[device.type])
-        num_blocks = max(1, min(available // block_bytes, _most_blocks(plan, sequences, max_context, block_size)))
+        num_blocks = max(1, min(available // block_bytes, _widest_blocks(plan, sequences, max_context, block_size)))
     else:
         num_blocks = kv_bytes // block_bytes
         if num_blocks == 0:
             raise JobError(f"engine.kv.device: {kv_bytes} bytes hold no block of {block_bytes} bytes; give more")
     return EngineConfig(
-        block_size=block_size, num_blocks=num_blocks, max_step_tokens=step_tokens, max_sequences=sequences
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_step_tokens=step_tokens,
+        max_sequences=sequences,
+        evict_least_recent=evict_least_recent,
     )
 
 
-def _most_blocks(plan: Plan, max_sequences: int, max_context: int, block_size: int) -> int:
+def _widest_blocks(plan: Plan, max_sequences: int, max_context: int, block_size: int) -> int:
     """Blocks past which a pool stays empty: the widest run of neighbours in the plan, each with its whole completion.
 
     What neighbours share counts once. Two blocks a sequence are added for those that are partly filled or kept for copying.
@@ -66,11 +71,21 @@ def _most_blocks(plan: Plan, max_sequences: int, max_context: int, block_size: i
     return num_blocks_for(widest + longest, block_size) + 2 * width + 1
 
 
-def _available_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+def most_blocks(plan: Plan, *, max_context: int, block_size: int) -> int:
+    """Blocks that the whole batch would fill if none were ever given back."""
+    own = plan.prompt_tokens.astype(np.int64) - plan.shared_tokens
+    completions = np.minimum(plan.prompt_tokens + plan.decode_tokens, max_context) - plan.prompt_tokens
+    return int((-(-(own + completions) // block_size) + 1).sum())
+
+
+def available_memory_bytes() -> int:
+    """Memory that the system could give without swapping."""
     with open("/proc/meminfo", encoding="ascii") as file:
         for line in file:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _available_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
