@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import duckdb
 
-from batchllm.data.openai_requests import CHAT_URL
+from batchllm.data.openai_bodies import CHAT_URL
 from batchllm.data.parts import visible_parts
 from batchllm.data.replaced_file import replace_file
 from batchllm.data.results import view_statements

@@ -16,8 +16,8 @@ import pyarrow as pa
 from batchllm.data.cells import BadCell, carried_column, python_cells
 from batchllm.data.inputs import Input
 from batchllm.data.kept import KeptRows
+from batchllm.data.openai_bodies import SERVICE_DEFAULTS
 from batchllm.data.openai_input import SAMPLING_COLUMN
-from batchllm.data.openai_requests import SERVICE_DEFAULTS
 from batchllm.data.rendering import PromptRenderer, PromptTokenizer
 from batchllm.data.sections import JobSections, SamplingSection, request_params
 from batchllm.errors import OutputError
