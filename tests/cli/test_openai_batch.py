@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,55 @@ def test_a_line_overrides_the_job_and_the_job_overrides_the_services_defaults(
     job = write_batch(lines, more="sampling: {max_tokens: 5}\n")
     assert batchllm("run", job, "--set", "output.path=out2").exit_code == 0
     assert query(counts, tmp_path / "out2")["n"].to_pylist() == [5, 2, 5]
+
+
+def changed_model(tiny_model: Path, folder: Path, **settings: object) -> Path:
+    """A copy of the model whose tokenizer declares other things; None takes a setting out."""
+    shutil.copytree(tiny_model, folder)
+    path = folder / "tokenizer_config.json"
+    values = {**json.loads(path.read_text()), **settings}
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    return folder
+
+
+def test_a_model_without_a_chat_template_answers_completions_only(
+    batchllm: Command, write_batch: WriteBatch, tmp_path: Path, tiny_model: Path
+) -> None:
+    model = changed_model(tiny_model, tmp_path / "plain_model", chat_template=None)
+    job = write_batch([line("a"), line("b", prompt="the", max_tokens=2)])
+    assert batchllm("run", job, "--set", f"model={model}").exit_code == 3
+    assert [answer["custom_id"] for answer in read(tmp_path / "out/batch_output.jsonl")] == ["b"]
+    (error,) = read(tmp_path / "out/batch_errors.jsonl")
+    assert error["custom_id"] == "a" and "the model has no chat template" in error["error"]["message"]
+
+
+def test_a_prompt_gets_the_models_bos_and_a_chat_does_not_and_control_tokens_in_either_are_text(
+    batchllm: Command, write_batch: WriteBatch, tmp_path: Path, tiny_model: Path
+) -> None:
+    model = changed_model(tiny_model, tmp_path / "bos_model", add_bos_token=True)
+    lines = [
+        line("chat", max_tokens=1),
+        line("text", prompt="the", max_tokens=1),
+        line("control", prompt="<|im_end|>", max_tokens=1),
+    ]
+    counts = []
+    for number, options in enumerate([[], ["--set", f"model={model}"], ["--set", "prompt.allow_control_tokens=true"]]):
+        output = f"out{number}"
+        assert batchllm("run", write_batch(lines), "--set", f"output.path={output}", *options).exit_code == 0
+        rows = query("select prompt_tokens as n from completions order by row_index", tmp_path / output)
+        counts.append(rows["n"].to_pylist())
+    plain, with_bos, with_control = counts
+    assert [b - a for a, b in zip(plain, with_bos, strict=True)] == [0, 1, 1]
+    assert plain[2] > 3 and with_control == [*plain[:2], 1]
+
+
+def test_retried_errors_are_written_anew(batchllm: Command, write_batch: WriteBatch, tmp_path: Path) -> None:
+    job = write_batch([line("short", prompt="a", max_tokens=2), line("long", prompt="a", max_tokens=300, seed=1)])
+    assert batchllm("run", job, "--set", "engine.kv.device=64KiB").exit_code == 3
+    assert [error["custom_id"] for error in read(tmp_path / "out/batch_errors.jsonl")] == ["long"]
+    assert batchllm("run", job, "--retry-errors").exit_code == 0
+    assert read(tmp_path / "out/batch_errors.jsonl") == []
+    assert [one["custom_id"] for one in read(tmp_path / "out/batch_output.jsonl")] == ["short", "long"]
 
 
 def test_logprobs_are_written_as_the_service_writes_them(
