@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from batchllm import __version__
 from batchllm.data.error_count import ErrorCount, num_failed
@@ -19,6 +18,7 @@ from batchllm.data.openai_output import write_batch_files
 from batchllm.data.outputs import OutputFolder, OutputWriter, make_fingerprint
 from batchllm.data.prompts import Staging, stage_prompts
 from batchllm.data.results import query
+from batchllm.data.run_folder import RunFolder, RunRecord
 from batchllm.data.schema import completion_schema
 from batchllm.engine.engine import Engine, kv_shape
 from batchllm.engine.metrics import RunMetrics
@@ -26,7 +26,7 @@ from batchllm.engine.sizing import most_blocks, size_engine
 from batchllm.engine.tier_report import TierReport, report_tiers
 from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
 from batchllm.engine.transfer import TierSetup
-from batchllm.errors import BatchLLMError, JobError, StoppedError
+from batchllm.errors import BatchLLMError, JobError, OutputError, StoppedError
 from batchllm.job import Job
 from batchllm.models.decoder import Decoder, dtype_for, load_decoder
 from batchllm.models.fingerprint import model_fingerprint
@@ -37,6 +37,16 @@ from batchllm.ops import select_kernels
 from batchllm.plan.plan import Plan, make_plan
 from batchllm.plan.store import PromptStore
 from batchllm.prompt import Completion
+from batchllm.run_record import (
+    EngineFacts,
+    GeneratedShare,
+    device_for,
+    dtype_name,
+    job_as_yaml_values,
+    last_rates,
+    rates_record,
+    versions,
+)
 from batchllm.storage.keys import KeyScope
 
 _RATE_WINDOW_S = 10.0
@@ -69,7 +79,8 @@ class RunSummary:
     """What happened. Rows are input rows; tokens, rates and times are of this run only.
 
     `num_rows` of the input (or of `--limit`), `rows_before` answered by earlier runs, `rows_completed` and `rows_failed` of all that are
-    answered now. `too_many_errors` says why a run gave up. `unique_prompt_tokens`: the fewest that had to be computed; `computed_prompt_tokens`: those that were.
+    answered now; a row of which one sample fails has failed. `too_many_errors` says why a run gave up. `unique_prompt_tokens`: the fewest
+    that had to be computed; `computed_prompt_tokens`: those that were.
     """
 
     name: str
@@ -102,12 +113,14 @@ class RunSummary:
 
     @property
     def exit_code(self) -> int:
-        """0: every row completed; 3: some carry errors; 1: more than were allowed; 130: stopped before the end."""
+        """0: every row completed; 3: some carry errors; 1: none did, or more failed than were allowed; 130: stopped before the end."""
         if self.too_many_errors is not None:
             return BatchLLMError.exit_code
         if not self.finished:
             return StoppedError.exit_code
-        return 3 if self.rows_failed else 0
+        if self.rows_failed:
+            return 3 if self.rows_completed else 1
+        return 0
 
 
 def summary_values(summary: RunSummary) -> dict[str, object]:
@@ -136,8 +149,8 @@ def run_job(job: Job, *, options: RunOptions | None = None, observer: Observer |
     observer = observer or Observer()
     started_at = time.monotonic()
     with OutputFolder(job.output.path) as output:
-        options = options or RunOptions()
-        return _Run(job, options=options, observer=observer, output=output, started_at=started_at).execute()
+        run = _Run(job, options=options or RunOptions(), observer=observer, output=output, started_at=started_at)
+        return run.execute_recorded()
 
 
 class _Run:
@@ -151,8 +164,9 @@ class _Run:
         self._observer = observer
         self._output = output
         self._started_at = started_at
-        self._device = _device(job.engine.device)
+        self._device = device_for(job.engine.device)
         self._dtype = dtype_for(job.engine.dtype, self._device)
+        self._kernels = "none"
         self._metrics = RunMetrics()
         self._tiers: TierReport | None = None
         self._unique_prompt_tokens = 0
@@ -160,6 +174,40 @@ class _Run:
         self._rows_before = 0
         self._rows_done = 0
         self._errors: ErrorCount | None = None
+        self._record = RunRecord()
+        self._engine_facts: EngineFacts | None = None
+        self._generated_share: GeneratedShare | None = None
+
+    def execute_recorded(self) -> RunSummary:
+        """`execute`, and the run folder that says how it went, whichever way it ends."""
+        folder = RunFolder(
+            self._output.path,
+            run_id=self._output.run_id,
+            job=job_as_yaml_values(self._job),
+            versions=versions(device=self._device, kernels=select_kernels(self._device).name),
+            name=self._job.name,
+        )
+        try:
+            summary = self.execute()
+        except BaseException as error:
+            status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            counts = {"wall_s": time.monotonic() - self._started_at, "num_steps": self._metrics.num_steps}
+            counts |= {"rows_before": self._rows_before, "exit_code": getattr(error, "exit_code", 1)}
+            self._close(folder, status=status, summary=counts, error=str(error) or type(error).__name__)
+            raise
+        status = "finished" if summary.finished else "stopped"
+        self._close(folder, status=status, summary=summary_values(summary))
+        return summary
+
+    def _close(self, folder: RunFolder, *, status: str, summary: dict[str, Any], error: str | None = None) -> None:
+        """Completions are what a run is for: a record that cannot be written is said, and changes nothing else."""
+        self._record.steps = self._metrics.step_log.columns
+        if self._engine_facts is not None and self._generated_share is not None:
+            self._record.rates = rates_record(self._record.steps, facts=self._engine_facts, share=self._generated_share)
+        try:
+            folder.close(status=status, summary=summary, record=self._record, error=error)
+        except OutputError as failure:
+            self._observer.note(str(failure))
 
     def execute(self) -> RunSummary:
         job, observer = self._job, self._observer
@@ -216,7 +264,12 @@ class _Run:
         context = read_config(source).max_context
         should_stop = self._should_stop
         errors = stage_prompts(
-            job, input=rows, tokenizer=tokenizer, staging=staging, max_context=context, should_stop=should_stop
+            job,
+            input=rows,
+            tokenizer=tokenizer,
+            staging=staging,
+            max_context=context,
+            should_stop=should_stop,
         )
         for error in errors:
             writer.add_error(error.row_index, error.message)
@@ -243,6 +296,8 @@ class _Run:
         decoder = self._load(source)
         engine = self._engine(decoder, tokenizer, store, plan)
         self._metrics = engine.metrics
+        self._note_plan(plan, store, engine=engine, model=source.name, tokenizer=tokenizer)
+        share = self._generated_share = GeneratedShare(store, max_context=context)
         samples = _samples_by_row(store)
         missing = dict(samples)
         tracker = _ProgressTracker(plan, rows_total=rows.num_rows, rows_before=self._rows_before)
@@ -251,6 +306,7 @@ class _Run:
             for completion in completions:
                 row = completion.row_index
                 writer.add(completion, num_samples=samples.get(row, 1))
+                share.add(completion)
                 if completion.error is not None:
                     self._count_failed(row)
                 if row in missing:
@@ -277,7 +333,9 @@ class _Run:
 
     def _load(self, source: Any) -> Decoder:
         load_started_at = time.monotonic()
-        decoder = load_decoder(source, dtype=self._dtype, device=self._device, kernels=select_kernels(self._device))
+        kernels = select_kernels(self._device, head_dim=read_config(source).head_dim)
+        self._kernels = kernels.name
+        decoder = load_decoder(source, dtype=self._dtype, device=self._device, kernels=kernels)
         self._load_s = time.monotonic() - load_started_at
         return decoder
 
@@ -327,11 +385,26 @@ class _Run:
             most_blocks=most_blocks(plan, max_context=decoder.config.max_context, block_size=block_size),
         )
 
+    def _note_plan(self, plan: Plan, store: PromptStore, *, engine: Engine, model: str, tokenizer: Tokenizer) -> None:
+        """What the plan promises, for the run folder: made before the first step, so that it is no hindsight."""
+        decoder = engine.decoder
+        facts = EngineFacts(kv_shape(decoder), engine.config, decoder.config.max_context)
+        rates = last_rates(self._job, model=model, device=str(self._device), dtype=dtype_name(self._dtype))
+        explanation = facts.explain(
+            plan,
+            store,
+            decode_text=tokenizer.decode,
+            expected_share=rates.generated_share if rates is not None else 1.0,
+        )
+        self._engine_facts = facts
+        self._record.plan = facts.plan_record(explanation)
+
     def _summary(self, rows: Input, model: str, finished: bool) -> RunSummary:
         metrics = self._metrics
         counts = query(
-            "select count(distinct row_index) filter (error is null) as completed, "
-            "count(distinct row_index) filter (error is not null) as failed from completions",
+            "select count(*) filter (not failed) as completed, count(*) filter (failed) as failed "
+            "from (select bool_or(error is not null) as failed from completions "
+            f"where row_index < {rows.num_rows} group by row_index)",
             self._output.path,
         ).to_pylist()[0]
         engine_s = metrics.schedule_s + metrics.model_s + metrics.sample_s
@@ -360,8 +433,8 @@ class _Run:
             if metrics.num_allocated_slots
             else 0.0,
             device=str(self._device),
-            dtype=str(self._dtype).removeprefix("torch."),
-            kernels=select_kernels(self._device).name,
+            dtype=dtype_name(self._dtype),
+            kernels=self._kernels,
             model=model,
             too_many_errors=self._errors.reason if self._errors is not None else None,
             tiers=self._tiers,
@@ -401,14 +474,6 @@ class _ProgressTracker:
             kv_share=engine.scheduler.pool.num_used / engine.scheduler.pool.num_blocks,
             eta_s=elapsed * (1 - share) / share if share > 0.01 else None,
         )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise JobError("engine.device: cuda is asked for, but torch finds no CUDA device; use auto or cpu")
-    return torch.device(name)
 
 
 def _samples_by_row(store: PromptStore) -> dict[int, int]:

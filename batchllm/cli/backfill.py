@@ -35,18 +35,19 @@ def backfill(
     A date with error rows does not keep the next from running; one that cannot be finished does. The exit code is the worst.
     """
     from batchllm.cli.stopping import StopWish
-    from batchllm.nightly.backfill import DateResult, load_dates, worst_exit_code
-    from batchllm.nightly.backfill import backfill as run_dates
 
     rules = stop_rules(deadline=deadline, max_error_rate=max_error_rate)
-    jobs = load_dates(job_file, overrides=overrides, first=first.date(), last=last.date())
+    # Before the imports: they take seconds, and a night's stop may come during them.
     stop = StopWish(deadline=rules.deadline)
 
     from batchllm.cli.progress import ProgressView
     from batchllm.cli.summary import summary_text
     from batchllm.job import Job
+    from batchllm.nightly.backfill import DateResult, load_dates, worst_exit_code
+    from batchllm.nightly.backfill import backfill as run_dates
     from batchllm.run import Observer, RunOptions, summary_values
 
+    jobs = load_dates(job_file, overrides=overrides, first=first.date(), last=last.date())
     views: list[ProgressView] = []
 
     def observer(job: Job) -> Observer:

@@ -10,7 +10,9 @@ import click
 from batchllm import __version__
 from batchllm.cli.backfill import backfill
 from batchllm.cli.models import models
+from batchllm.cli.plan import plan
 from batchllm.cli.query import query
+from batchllm.cli.report import report
 from batchllm.cli.run import run
 from batchllm.cli.schedule import schedule
 from batchllm.cli.schema import schema
@@ -26,7 +28,7 @@ def cli(context: click.Context, debug: bool) -> None:
     context.obj = {"debug": debug}
 
 
-for command in (run, backfill, schedule, query, models, schema):
+for command in (run, plan, report, backfill, schedule, query, models, schema):
     cli.add_command(command)
 
 

@@ -45,22 +45,23 @@ def run(
 ) -> None:
     """Run JOB_FILE: what is done already stays, the rest is computed and written.
 
-    Exit codes: 0 every row completed, 1 the job could not run or too many rows failed, 2 wrong usage, 3 finished with error rows,
-    4 another run is at it, 130 stopped (run it again to finish).
+    Exit codes: 0 every row completed, 1 the job could not run, no row of it completed or too many failed, 2 wrong usage, 3 finished with
+    error rows, 4 another run is at it, 130 stopped (run it again to finish).
     """
     from batchllm.cli.stopping import StopWish
-    from batchllm.job import load_job
 
     rules = stop_rules(deadline=deadline, max_error_rate=max_error_rate)
-    job = load_job(job_file, overrides=overrides, date=date.date() if date else None)
+    # Before the imports: they take seconds, and a night's stop may come during them.
     stop = StopWish(deadline=rules.deadline)
 
     from batchllm.cli.progress import ProgressView
     from batchllm.cli.summary import summary_text
     from batchllm.data.parts import recorded_date
+    from batchllm.job import load_job
     from batchllm.nightly.unattended import Reports, run_unattended
     from batchllm.run import Observer, RunOptions, summary_values
 
+    job = load_job(job_file, overrides=overrides, date=date.date() if date else None)
     if date is None:
         # A resume after midnight goes on with the date under which its rows were written.
         recorded = recorded_date(Path(job.output.path))

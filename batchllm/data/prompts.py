@@ -68,9 +68,9 @@ def stage_prompts(
 ) -> Iterator[RowError]:
     """Reads the input once, stages every row and finishes the store; yields the rows that cannot be run, as they come.
 
+    `should_stop` is asked for each batch of rows; when it says so, the rest stays unread and the store unfinished.
     `max_context`: tokens of the model's context; a prompt must leave room for one more. The cells of a row are in
-    `staging.kept` before its error is yielded. Ends early, with the store not finished, when `should_stop` says so between
-    batches. Raises InputError, JobError, ModelError, OutputError.
+    `staging.kept` before its error is yielded. Raises InputError, JobError, ModelError, OutputError.
     """
     renderer = PromptRenderer(job, input=input, tokenizer=tokenizer)
     limit = max_context - 1 if job.prompt.max_prompt_tokens is None else job.prompt.max_prompt_tokens

@@ -26,9 +26,9 @@ engine: {{device: cpu, dtype: fp32}}
 
 
 def test_dates_run_in_order_each_with_the_results_of_the_one_before(
-    batchllm: Command, write_job: WriteJob, tmp_path: Path, tiny_model: Path
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path, tiny_model: Path
 ) -> None:
-    assert batchllm("run", write_job(["the", "dog"]), "--date", "2026-02-27").exit_code == 0
+    assert batchllm("run", write_texts_job(["the", "dog"]), "--date", "2026-02-27").exit_code == 0
     job = tmp_path / "chain.yaml"
     job.write_text(CHAIN.format(model=tiny_model))
     ended = batchllm("backfill", job, "--from", "2026-02-28", "--to", "2026-03-02", "--json")
@@ -44,9 +44,9 @@ def test_dates_run_in_order_each_with_the_results_of_the_one_before(
 
 
 def test_error_rows_do_not_stop_a_backfill_and_its_exit_code_is_the_worst(
-    batchllm: Command, write_job: WriteJob
+    batchllm: Command, write_texts_job: WriteJob
 ) -> None:
-    job = write_job(["a", None])
+    job = write_texts_job(["a", None])
     ended = batchllm("backfill", job, "--from", "2026-11-28", "--to", "2026-11-29")
     assert ended.exit_code == 3 and "2026-11-28 t: finished" in ended.out and "2026-11-29 t: finished" in ended.out
     gave_up = batchllm("backfill", job, "--from", "2026-11-30", "--to", "2026-12-01", "--max-error-rate", "10%")
@@ -54,8 +54,8 @@ def test_error_rows_do_not_stop_a_backfill_and_its_exit_code_is_the_worst(
     assert "batchllm: 2026-11-30: 1 of 2 rows carry an error (50.0%)" in gave_up.err
 
 
-def test_a_date_that_cannot_run_ends_the_backfill(batchllm: Command, write_job: WriteJob, tmp_path: Path) -> None:
-    job = write_job(["a"])
+def test_a_date_that_cannot_run_ends_the_backfill(batchllm: Command, write_texts_job: WriteJob, tmp_path: Path) -> None:
+    job = write_texts_job(["a"])
     (tmp_path / "out/2026-11-29").mkdir(parents=True)
     lock = RunLock(tmp_path / "out/2026-11-29")
     ended = batchllm("backfill", job, "--from", "2026-11-28", "--to", "2026-11-30", "--json")
@@ -66,18 +66,20 @@ def test_a_date_that_cannot_run_ends_the_backfill(batchllm: Command, write_job: 
     assert "another run is writing here" in results[1]["error"] and not (tmp_path / "out/2026-11-30").exists()
 
 
-def test_dates_out_of_order_and_a_folder_shared_by_dates_are_refused(batchllm: Command, write_job: WriteJob) -> None:
-    ended = batchllm("backfill", write_job(["a"]), "--from", "2026-11-29", "--to", "2026-11-28")
+def test_dates_out_of_order_and_a_folder_shared_by_dates_are_refused(
+    batchllm: Command, write_texts_job: WriteJob
+) -> None:
+    ended = batchllm("backfill", write_texts_job(["a"]), "--from", "2026-11-29", "--to", "2026-11-28")
     assert ended.exit_code == 2 and "lies before --from" in ended.err
-    shared = write_job(["a"], output="out")
+    shared = write_texts_job(["a"], output="out")
     ended = batchllm("backfill", shared, "--from", "2026-11-28", "--to", "2026-11-29")
     assert ended.exit_code == 2 and "output.path is the same for two dates; write {{ date }} into it" in ended.err
 
 
 def test_schedule_prints_an_entry_and_finds_mistakes_in_the_options_of_the_run(
-    batchllm: Command, write_job: WriteJob, tmp_path: Path
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:
-    job = write_job(["a"])
+    job = write_texts_job(["a"])
     log = tmp_path / "logs/x.log"
     ended = batchllm("schedule", job, "--at", "02:30", "--log", log, "--", "--deadline", "06:00")
     assert ended.exit_code == 0 and f"run {job} --deadline 06:00 >>{log} 2>&1\n" in ended.out and log.parent.is_dir()

@@ -142,7 +142,7 @@ def test_a_model_without_a_chat_template_answers_completions_only(
 def test_a_prompt_gets_the_models_bos_and_a_chat_does_not_and_control_tokens_in_either_are_text(
     batchllm: Command, write_batch: WriteBatch, tmp_path: Path, tiny_model: Path
 ) -> None:
-    model = changed_model(tiny_model, tmp_path / "bos_model", add_bos_token=True)
+    model = changed_model(tiny_model, tmp_path / "bos_model", add_bos_token=True, bos_token="<|im_start|>")
     lines = [
         line("chat", max_tokens=1),
         line("text", prompt="the", max_tokens=1),

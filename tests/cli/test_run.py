@@ -37,8 +37,8 @@ def rows(folder: Path) -> list[tuple[object, ...]]:
     return [tuple(row.values()) for row in table.to_pylist()]
 
 
-def test_a_complete_run_ends_at_once_and_loads_no_model(batchllm: Command, write_job: WriteJob) -> None:
-    job = write_job(["a", "b"])
+def test_a_complete_run_ends_at_once_and_loads_no_model(batchllm: Command, write_texts_job: WriteJob) -> None:
+    job = write_texts_job(["a", "b"])
     assert batchllm("run", job, "--date", DATE, "--json").exit_code == 0
     again = batchllm("run", job, "--date", DATE, "--json")
     summary = json.loads(again.out)
@@ -47,9 +47,9 @@ def test_a_complete_run_ends_at_once_and_loads_no_model(batchllm: Command, write
 
 
 def test_a_deadline_stops_cleanly_and_the_next_run_finishes(
-    batchllm: Command, write_job: WriteJob, tmp_path: Path
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:
-    job = write_job(["a"] * 40, more="")
+    job = write_texts_job(["a"] * 40, more="")
     soon = datetime.datetime.now().astimezone() + datetime.timedelta(milliseconds=1500)
     sets = ["--set", "sampling.max_tokens=400", "--set", "engine.max_sequences=1", "--date", DATE]
     stopped = batchllm("run", job, *sets, "--deadline", soon.isoformat())
@@ -60,10 +60,10 @@ def test_a_deadline_stops_cleanly_and_the_next_run_finishes(
 
 
 def test_more_failed_rows_than_allowed_end_the_run_with_exit_code_1_and_one_clear_line(
-    batchllm: Command, write_job: WriteJob, tmp_path: Path
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:
     texts = [None if row % 4 == 0 else "a" for row in range(40)]
-    job = write_job(texts)
+    job = write_texts_job(texts)
     ended = batchllm("run", job, "--date", DATE, "--max-error-rate", "20%", "--summary", tmp_path / "s.json")
     assert ended.exit_code == 1
     line = ended.err.splitlines()[-1]
@@ -80,16 +80,18 @@ def test_more_failed_rows_than_allowed_end_the_run_with_exit_code_1_and_one_clea
 @pytest.mark.parametrize(
     "option", [["--max-error-rate", "5 rows"], ["--max-error-rate", "120%"], ["--deadline", "6am"]]
 )
-def test_wrong_limits_are_usage_errors_of_one_line(batchllm: Command, write_job: WriteJob, option: list[str]) -> None:
-    ended = batchllm("run", write_job(["a"]), *option)
+def test_wrong_limits_are_usage_errors_of_one_line(
+    batchllm: Command, write_texts_job: WriteJob, option: list[str]
+) -> None:
+    ended = batchllm("run", write_texts_job(["a"]), *option)
     assert ended.exit_code == 2 and len(ended.err.splitlines()) == 1 and option[1] in ended.err
 
 
 def test_retry_errors_runs_the_failed_rows_again_and_leaves_the_others(
-    batchllm: Command, write_job: WriteJob, tmp_path: Path
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:
     # Rows of 30 tokens and more need more blocks than the small pool has; with the default pool they run.
-    job = write_job(["ab" * 30 if row % 3 == 0 else "a" for row in range(12)])
+    job = write_texts_job(["ab" * 30 if row % 3 == 0 else "a" for row in range(12)])
     small = ["--set", "engine.kv.device=8KiB"]
     first = batchllm("run", job, "--date", DATE, *small)
     assert first.exit_code == 3, first.err
@@ -106,9 +108,9 @@ def test_retry_errors_runs_the_failed_rows_again_and_leaves_the_others(
 
 
 def test_the_summary_file_says_what_the_json_summary_says_and_when(
-    batchllm: Command, write_job: WriteJob, tmp_path: Path
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:
-    ended = batchllm("run", write_job(["a", None]), "--date", DATE, "--json", "--summary", tmp_path / "x/s.json")
+    ended = batchllm("run", write_texts_job(["a", None]), "--date", DATE, "--json", "--summary", tmp_path / "x/s.json")
     summary = json.loads((tmp_path / "x/s.json").read_text())
     assert ended.exit_code == 3 and summary.items() >= json.loads(ended.out).items()
     assert summary["date"] == DATE and summary["job_file"] == str(tmp_path / "job.yaml")
@@ -118,9 +120,9 @@ def test_the_summary_file_says_what_the_json_summary_says_and_when(
 
 
 def test_the_metrics_parse_as_prometheus_text_and_equal_the_summary(
-    batchllm: Command, write_job: WriteJob, tmp_path: Path
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:
-    job = write_job(["a", None, "c"])
+    job = write_texts_job(["a", None, "c"])
     text = job.read_text().replace("name: t\n", 'name: "a \\"job\\" \\\\ of\\ntwo lines"\n')
     job.write_text(text)
     batchllm("run", job, "--date", DATE, "--summary", tmp_path / "s.json", "--metrics", tmp_path / "m.prom")
@@ -139,11 +141,11 @@ def test_the_metrics_parse_as_prometheus_text_and_equal_the_summary(
     assert found["load_seconds", ""] == summary["load_s"] > 0
 
 
-def test_on_success_is_told_where_all_is(batchllm: Command, write_job: WriteJob, tmp_path: Path) -> None:
+def test_on_success_is_told_where_all_is(batchllm: Command, write_texts_job: WriteJob, tmp_path: Path) -> None:
     heard = tmp_path / "heard.json"
     argument = "a b; $HOME * 'q'"
     more = commands(on_success=[sys.executable, "-c", RECORD, str(heard), argument], on_failure=["/no/such"])
-    ended = batchllm("run", write_job(["a"], more=more), "--date", DATE)
+    ended = batchllm("run", write_texts_job(["a"], more=more), "--date", DATE)
     assert ended.exit_code == 0
     told = json.loads(heard.read_text())
     assert told["BATCHLLM_EXIT_CODE"] == "0" and told["BATCHLLM_JOB"] == str(tmp_path / "job.yaml")
@@ -152,10 +154,10 @@ def test_on_success_is_told_where_all_is(batchllm: Command, write_job: WriteJob,
 
 
 def test_on_failure_hears_of_error_rows_of_a_lock_and_of_an_input_that_is_not_there(
-    batchllm: Command, write_job: WriteJob, tmp_path: Path
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:
     heard = tmp_path / "heard.json"
-    job = write_job([None], more=commands(on_failure=[sys.executable, "-c", RECORD, str(heard)]))
+    job = write_texts_job([None], more=commands(on_failure=[sys.executable, "-c", RECORD, str(heard)]))
     assert batchllm("run", job, "--date", DATE).exit_code == 3
     assert json.loads(heard.read_text())["BATCHLLM_EXIT_CODE"] == "3"
     lock = RunLock(tmp_path / "out" / DATE)
@@ -171,7 +173,7 @@ def test_on_failure_hears_of_error_rows_of_a_lock_and_of_an_input_that_is_not_th
 
 
 def test_a_command_that_fails_hangs_or_is_not_there_is_said_and_changes_no_exit_code(
-    batchllm: Command, write_job: WriteJob, tmp_path: Path
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:
     cases = {
         "on_success: /no/such cannot be started: No such file or directory": ["/no/such"],
@@ -179,16 +181,16 @@ def test_a_command_that_fails_hangs_or_is_not_there_is_said_and_changes_no_exit_
         "on_success: sh was killed after 0.5 s": ["sh", "-c", "sleep 60; true"],
     }
     for message, command in cases.items():
-        job = write_job(["a"], more=commands(on_success=command) + "command_timeout_s: 0.5\n")
+        job = write_texts_job(["a"], more=commands(on_success=command) + "command_timeout_s: 0.5\n")
         ended = batchllm("run", job, "--date", DATE)
         assert ended.exit_code == 0 and message in ended.err
 
 
 def test_a_report_that_cannot_be_written_is_an_error_after_the_command_has_run(
-    batchllm: Command, write_job: WriteJob, tmp_path: Path
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:
     heard = tmp_path / "heard.json"
-    job = write_job(["a"], more=commands(on_success=[sys.executable, "-c", RECORD, str(heard)]))
+    job = write_texts_job(["a"], more=commands(on_success=[sys.executable, "-c", RECORD, str(heard)]))
     (tmp_path / "file").touch()
     ended = batchllm("run", job, "--date", DATE, "--summary", tmp_path / "file/s.json")
     assert ended.exit_code == 1 and "file/s.json: cannot be written" in ended.err.splitlines()[-1]
@@ -196,10 +198,10 @@ def test_a_report_that_cannot_be_written_is_an_error_after_the_command_has_run(
 
 
 def test_the_job_may_change_its_commands_between_a_stop_and_the_resume(
-    batchllm: Command, write_job: WriteJob, tmp_path: Path
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:
-    batchllm("run", write_job(["a", "b"]), "--date", DATE, "--limit", "1")
-    job = write_job(["a", "b"], more=commands(on_success=["true"]))
+    batchllm("run", write_texts_job(["a", "b"]), "--date", DATE, "--limit", "1")
+    job = write_texts_job(["a", "b"], more=commands(on_success=["true"]))
     assert batchllm("run", job, "--date", DATE).exit_code == 0
     parts = sorted((tmp_path / "out" / DATE).glob("*.parquet"))
     assert len(parts) == 2 and pq.read_table(parts).num_rows == 2
