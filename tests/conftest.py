@@ -272,9 +272,32 @@ class Commands:
         return self.start(*arguments, folder=folder, **options).wait(timeout_s)
 
 
+STAND_IN_CRONTAB = """\
+#!/bin/sh
+# Keeps its table beside itself: no test may change the crontab of whoever runs it.
+case "$1" in
+-l) cat "$0.table" 2>/dev/null ;;
+-) cat >"$0.table" ;;
+*) exit 1 ;;
+esac
+exit 0
+"""
+
+
 @pytest.fixture(scope="session")
 def command_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "TZ": "UTC"}
+    """Commands see a stand-in for `crontab` and a cache folder of their own, so that none of them reaches the user's."""
+    programs = tmp_path_factory.mktemp("programs")
+    (programs / "crontab").write_text(STAND_IN_CRONTAB)
+    (programs / "crontab").chmod(0o755)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPOSITORY),
+        "TZ": "UTC",
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "BATCHLLM_HOME": str(tmp_path_factory.mktemp("home")),
+    }
     command = [sys.executable, str(REPOSITORY / "tests" / "command_server.py")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stdout is not None and server.stdout.readline() == "ready\n"

@@ -119,7 +119,7 @@ def test_every_import_of_another_distribution_is_a_declared_dependency() -> None
         re.split(r"[<>=!; \[]", line)[0].lower().replace("-", "_") for line in PROJECT["project"]["dependencies"]
     }
     declared |= {re.split(r"[<>=!; ]", line)[0] for line in PROJECT["project"]["optional-dependencies"]["gpu"]}
-    names = {"yaml": "pyyaml"}
+    names = {"yaml": "pyyaml", "vl_convert": "vl_convert_python"}
     imported: set[str] = set()
     for path in tracked(".py"):
         for node in ast.walk(ast.parse((REPOSITORY / path).read_text())):

