@@ -40,6 +40,7 @@ from batchllm.prompt import Completion
 from batchllm.run_record import (
     EngineFacts,
     GeneratedShare,
+    TierUse,
     device_for,
     dtype_name,
     job_as_yaml_values,
@@ -184,7 +185,7 @@ class _Run:
             self._output.path,
             run_id=self._output.run_id,
             job=job_as_yaml_values(self._job),
-            versions=versions(device=self._device, kernels=select_kernels(self._device).name),
+            versions=versions(self._device),
             name=self._job.name,
         )
         try:
@@ -298,6 +299,10 @@ class _Run:
         self._metrics = engine.metrics
         self._note_plan(plan, store, engine=engine, model=source.name, tokenizer=tokenizer)
         share = self._generated_share = GeneratedShare(store, max_context=context)
+        tier_use = TierUse(
+            block_bytes=kv_shape(decoder).block_bytes(engine.config.block_size), started_at=self._started_at
+        )
+        self._record.tiers = tier_use.columns
         samples = _samples_by_row(store)
         missing = dict(samples)
         tracker = _ProgressTracker(plan, rows_total=rows.num_rows, rows_before=self._rows_before)
@@ -312,6 +317,7 @@ class _Run:
                 if row in missing:
                     missing[row] -= 1
                 self._rows_done += missing.get(row, 0) == 0
+            tier_use.sample(engine)
             observer.progress(tracker.advance(engine, rows_done=self._rows_done))
 
         try:

@@ -9,6 +9,7 @@ import click
 
 from batchllm import __version__
 from batchllm.cli.backfill import backfill
+from batchllm.cli.doctor import doctor
 from batchllm.cli.models import models
 from batchllm.cli.plan import plan
 from batchllm.cli.query import query
@@ -28,7 +29,7 @@ def cli(context: click.Context, debug: bool) -> None:
     context.obj = {"debug": debug}
 
 
-for command in (run, plan, report, backfill, schedule, query, models, schema):
+for command in (run, plan, report, backfill, schedule, query, doctor, models, schema):
     cli.add_command(command)
 
 
