@@ -54,7 +54,7 @@ def run_in_one_line(
 BAD_JOBS: list[tuple[dict[str, Any], int, str]] = [
     ({"engine": {"blocksize": 4}}, 2, "unknown key; the nearest known key is block_size"),
     ({"sampling": {"max_tokens": 0}}, 2, "sampling.max_tokens: greater than or equal to 1"),
-    ({"input": {"path": "rows.parquet", "sql": "select 1"}}, 2, "needs exactly one of path"),
+    ({"input": {"path": "rows.parquet", "sql": "select 1"}}, 2, "needs exactly one of path, sql and openai_batch"),
     ({"prompt": {"template": "{{ text "}}, 2, "not a valid template"),
     ({"output": {"path": "out/{{ yesterday }}"}}, 2, "{{ yesterday }} is not known here"),
     ({"prompt": {"template": "{{ txt }}"}}, 1, "names column 'txt', which the input lacks; did you mean 'text'?"),
@@ -233,7 +233,7 @@ def test_damaged_input_files_are_one_line_and_a_damaged_part_is_named(
     whole = (tmp_path / "rows.parquet").read_bytes()
     for damaged in (whole[:2000] + bytes(2000) + whole[4000:], whole[:-20], whole[:100], b"", whole[20:]):
         (tmp_path / "rows.parquet").write_bytes(damaged)
-        run_in_one_line(commands, "run", job, folder=tmp_path, code=1, says="cannot be read")
+        run_in_one_line(commands, "run", job, folder=tmp_path, code=1, says="rows.parquet: cannot be read")
     (tmp_path / "rows.csv").write_bytes(b"text\n\xff\xfe\nok\n")
     run_in_one_line(
         commands, "run", job, "--set", "input.path=rows.csv", folder=tmp_path, code=1, says="input.path: Invalid Input"

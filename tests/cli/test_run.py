@@ -99,7 +99,8 @@ def test_retry_errors_runs_the_failed_rows_again_and_leaves_the_others(
     assert sorted(index for index, row in before.items() if row[2]) == [0, 3, 6, 9]
     assert batchllm("run", job, "--date", DATE).exit_code == 3
     again = batchllm("run", job, "--date", DATE, "--retry-errors", "--limit", "6")
-    assert again.exit_code == 3 and "2 rows that carry an error run again" in again.err
+    assert again.exit_code == 0 and "2 rows that carry an error run again" in again.err
+    assert sorted(row[0] for row in rows(tmp_path) if row[2]) == [6, 9]
     final = batchllm("run", job, "--date", DATE, "--retry-errors")
     assert final.exit_code == 0
     after = rows(tmp_path)
@@ -157,7 +158,7 @@ def test_on_failure_hears_of_error_rows_of_a_lock_and_of_an_input_that_is_not_th
     batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:
     heard = tmp_path / "heard.json"
-    job = write_texts_job([None], more=commands(on_failure=[sys.executable, "-c", RECORD, str(heard)]))
+    job = write_texts_job(["a", None], more=commands(on_failure=[sys.executable, "-c", RECORD, str(heard)]))
     assert batchllm("run", job, "--date", DATE).exit_code == 3
     assert json.loads(heard.read_text())["BATCHLLM_EXIT_CODE"] == "3"
     lock = RunLock(tmp_path / "out" / DATE)
