@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from jinja2 import TemplateSyntaxError
-from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, WithJsonSchema, model_validator
 
 from batchllm.data.sections import (
     InputSection,
@@ -49,8 +49,20 @@ def _auto_or_count(value: object) -> object:
     raise ValueError("must be auto or a whole number of at least 1")
 
 
-AutoCount = Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_count)]
-AutoSize = Annotated[Literal["auto"] | int, BeforeValidator(parse_size)]
+_SIZE_SCHEMA = {
+    "anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}, {"type": "string", "pattern": "^ *[0-9]"}]
+}
+
+AutoCount = Annotated[
+    Literal["auto"] | int,
+    BeforeValidator(_auto_or_count),
+    WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}]}),
+]
+AutoSize = Annotated[Literal["auto"] | int, BeforeValidator(parse_size), WithJsonSchema(_SIZE_SCHEMA)]
+
+
+Command = Annotated[tuple[str, ...], Field(strict=False)]
+"""A program and its arguments, run without a shell; empty for none."""
 
 
 def _size_or_none(value: object) -> object:
@@ -77,7 +89,11 @@ class KvSection(Section):
     """
 
     device: AutoSize = "auto"
-    host: Annotated[Literal["auto"] | int, BeforeValidator(_size_or_none)] = 0
+    host: Annotated[
+        Literal["auto"] | int,
+        BeforeValidator(_size_or_none),
+        WithJsonSchema({"anyOf": [{"const": 0}, *_SIZE_SCHEMA["anyOf"]]}),
+    ] = 0
     disk: KvDiskSection | None = None
     policy: Literal["next-use", "lru", "recompute"] = "next-use"
     persist: bool = False
@@ -111,11 +127,31 @@ class Job(Section):
     name: Annotated[str, Field(min_length=1)]
     model: Annotated[str, Field(min_length=1)]
     input: InputSection
-    prompt: PromptSection
+    prompt: PromptSection = PromptSection()
     sampling: SamplingSection = SamplingSection()
     output: OutputSection
     engine: EngineSection = EngineSection()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    on_success: Command = ()
+    on_failure: Command = ()
+    command_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
+
+    # A message begins with the section that it is about; `load_job` finds the line by it.
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Job:
+        if self.input.openai_batch is None:
+            if self.prompt.template is None and self.prompt.messages is None:
+                raise ValueError("prompt: needs exactly one of template and messages")
+            return self
+        for key in ("template", "messages", "system", "raw"):
+            if getattr(self.prompt, key):
+                raise ValueError(
+                    f"prompt: {key} has no place with input.openai_batch; its requests bring their prompts"
+                )
+        columns = self.sampling.columns()
+        if columns:
+            raise ValueError(f"sampling: {next(iter(columns))} cannot name a column: a batch file has none")
+        return self
 
     _date: datetime.date = PrivateAttr(default_factory=datetime.date.today)
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
@@ -138,6 +174,8 @@ class Job(Section):
         input_part: dict[str, object] = {"input.id": self.input.id, "input.keep": list(self.input.keep)}
         if self.input.path is not None:
             input_part["input.path"] = os.path.relpath(self.input.path, self.folder)
+        elif self.input.openai_batch is not None:
+            input_part["input.openai_batch"] = os.path.relpath(self.input.openai_batch, self.folder)
         else:
             input_part["input.sql"] = self.input.sql
         model = os.path.relpath(self.model, self.folder) if os.path.isabs(self.model) else self.model
@@ -159,14 +197,14 @@ def load_job(path: Path | str, *, overrides: Sequence[str] = (), date: datetime.
     source = read_job_file(path, overrides=overrides)
     _check_keys(source)
     folder = Path(os.path.abspath(path)).parent
-    for section, key in (("input", "path"), ("input", "sql"), ("output", "path")):
+    for section, key in (("input", "path"), ("input", "sql"), ("input", "openai_batch"), ("output", "path")):
         values = source.value.get(section)
         if isinstance(values, dict) and isinstance(values.get(key), str) and values[key]:
             try:
                 text = fill_dates(values[key], date=run_date)
             except ValueError as error:
                 raise _error(source, (section, key), str(error)) from None
-            values[key] = _absolute(text, folder=folder) if key == "path" else text
+            values[key] = text if key == "sql" else _absolute(text, folder=folder)
     engine = source.value.get("engine")
     kv = engine.get("kv") if isinstance(engine, dict) else None
     disk = kv.get("disk") if isinstance(kv, dict) else None
@@ -179,7 +217,11 @@ def load_job(path: Path | str, *, overrides: Sequence[str] = (), date: datetime.
         job = Job.model_validate(source.value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise _error(source, tuple(first["loc"]), describe(first)) from None
+        location, text = tuple(first["loc"]), describe(first)
+        if not location:
+            section, _, text = text.partition(": ")
+            location = (section,)
+        raise _error(source, location, text) from None
     for key in ("template", "system"):
         _check_template(source, key=key, text=getattr(job.prompt, key))
     job._date, job._folder = run_date, folder

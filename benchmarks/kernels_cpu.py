@@ -10,6 +10,7 @@ several passes of each side, taken in turn, so that a busy neighbour spoils both
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import sys
 import time
@@ -273,8 +274,12 @@ def measure_step(kernels: ops.Kernels, *, num_sequences: int, context: int, pass
     times = best_times(
         {"step": step, "products": products, "attention": lambda: each_layer(kernels, query, pool, plan)}, passes=passes
     )
-    times["other_share_of_step"] = 1 - (times["products"] + times["attention"]) / times["step"]
-    return times
+    return {
+        "step_s": times["step"],
+        "step_products_s": times["products"],
+        "step_attention_s": times["attention"],
+        "other_share_of_step": 1 - (times["products"] + times["attention"]) / times["step"],
+    }
 
 
 def measure_call(passes: int) -> float:
@@ -289,9 +294,7 @@ def measure_call(passes: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less memory and fewer passes")
-    parser.add_argument(
-        "--only", choices=["decode", "prefill", "step", "linear"], help="one part only, without the JSON line"
-    )
+    parser.add_argument("--only", choices=["decode", "prefill", "step", "linear"], help="one part only")
     options = parser.parse_args()
     library = native_library.load()
     kernels = ops.native_kernels()
@@ -299,21 +302,41 @@ def main() -> int:
         print(f"native kernels: {library}", file=sys.stderr)
         return 1
     passes = 3 if options.quick else 7
-    print(
-        f"{processor_name()}, {torch.get_num_threads()} threads, path {library.path_name()}, torch {torch.__version__}"
-    )
-    if options.only in (None, "decode"):
-        decode = measure_decode(kernels, num_sequences=24 if options.quick else 64, context=4 * CHUNK, passes=passes)
-        print(decode, flush=True)
-    if options.only in (None, "prefill"):
-        prefill = measure_prefill(kernels, length=2048, passes=passes)
-        print(prefill, flush=True)
-    if options.only in (None, "step"):
-        step = measure_step(kernels, num_sequences=16 if options.quick else 64, context=CHUNK, passes=passes)
-        print(step, measure_call(passes), flush=True)
-    if options.only in (None, "linear"):
-        linear = measure_linear(kernels, passes=passes)
+    num_threads = torch.get_num_threads()
+    print(f"{processor_name()}, {num_threads} threads, path {library.path_name()}, torch {torch.__version__}")
+    wanted = [options.only] if options.only else ["decode", "prefill", "step", "linear"]
+    measured: dict[str, Any] = {"path": library.path_name(), "threads": num_threads, "call_s": measure_call(passes)}
+    num_sequences = 24 if options.quick else 64
+    if "decode" in wanted:
+        measured |= measure_decode(kernels, num_sequences=num_sequences, context=4 * CHUNK, passes=passes)
+    if "prefill" in wanted:
+        measured |= measure_prefill(kernels, length=2048, passes=passes)
+    if "step" in wanted:
+        measured |= measure_step(kernels, num_sequences=num_sequences, context=CHUNK, passes=passes)
+    if "linear" in wanted:
+        measured["linear_vs_onednn"] = measure_linear(kernels, passes=passes)
+    for line in target_lines(measured):
+        print(f"{line.name:58} target {line.target:>8}  measured {line.measured:>8}  {'met' if line.met else 'missed'}")
+    print(json.dumps({key: round(value, 6) if isinstance(value, float) else value for key, value in measured.items()}))
     return 0
+
+
+def target_lines(measured: dict[str, Any]) -> list[Line]:
+    """The targets whose measurement was taken."""
+    targets = [
+        ("decode_bandwidth_share", "decode attention, share of a plain read of memory", 0.70, True),
+        ("shared_prefix_speedup", "shared prefix of 1,024 over private reads, times", 8.0, True),
+        ("prefill_matmul_share", "prefill attention, share of the bf16 matrix rate", 0.30, True),
+        ("other_share_of_step", "neither product nor attention, share of a step", 0.10, False),
+    ]
+    lines = []
+    for key, name, target, at_least in targets:
+        if key in measured:
+            value = measured[key]
+            met = value >= target if at_least else value < target
+            sign = ">=" if at_least else "<"
+            lines.append(Line(name=name, target=f"{sign} {target:.2f}", measured=f"{value:.2f}", met=met))
+    return lines
 
 
 def processor_name() -> str:

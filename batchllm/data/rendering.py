@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ import pyarrow as pa
 from batchllm.data.cells import BadCell, python_cells
 from batchllm.data.control_tokens import ControlTokens, Segment, free_plane, unshield
 from batchllm.data.inputs import Input
+from batchllm.data.openai_input import ERROR_COLUMN, REQUEST_COLUMN
 from batchllm.data.sections import JobSections, PromptSection
 from batchllm.data.templates import compile_chat_template, compile_template, null_cell, template_columns
 from batchllm.errors import JobError, ModelError
@@ -33,10 +35,14 @@ class PromptTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """The final text of a row. `plane` is set where data was shielded (see `control_tokens`)."""
+    """The final text of a row. `plane` is set where data was shielded (see `control_tokens`).
+
+    `is_raw`: no chat template was used, so a BOS that the model wants is not in it.
+    """
 
     text: str
     plane: int | None
+    is_raw: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +84,14 @@ class PromptRenderer:
         self._template = self._compiled(prompt.template, key="prompt.template")
         self._system = self._compiled(prompt.system, key="prompt.system")
         self._sources = [text for text in (prompt.template, prompt.system) if text is not None]
-        self._columns = _rendered_columns(prompt, input=input)
+        self._holds_requests = input.holds_requests
+        self._columns = (
+            [ERROR_COLUMN, REQUEST_COLUMN] if input.holds_requests else _rendered_columns(prompt, input=input)
+        )
         self._chat: jinja2.Template | None = None
         self._names: dict[str, str] = {}
-        if not prompt.raw:
+        # Requests may all be raw prompts, which a model without a chat template can run.
+        if not prompt.raw and not (input.holds_requests and tokenizer.chat_template is None):
             self._chat = _compiled_chat(tokenizer, date=job.date)
             texts = {token_id: text for text, token_id in tokenizer.special_tokens.items()}
             named = {"bos_token": tokenizer.bos_id, "eos_token": min(tokenizer.eos_ids, default=None)}
@@ -119,13 +129,21 @@ class PromptRenderer:
             if isinstance(value, BadCell):
                 raise value
         row = _Row(cells, sources=self._sources)
-        if self._template is not None:
+        messages: list[dict[str, Any]]
+        if self._holds_requests:
+            request = _request(cells)
+            if "messages" not in request:
+                return RenderedPrompt(self._shielded(request["prompt"], row), row.plane, is_raw=True)
+            if self._chat is None:
+                raise BadCell("the model has no chat template; only /v1/completions can be run with it")
+            messages = self._shielded(request["messages"], row)
+        elif self._template is not None:
             text = self._fill(self._template, row)
             if not text:
                 raise BadCell("the prompt is empty: prompt.template gave no text")
             if self._chat is None:
-                return RenderedPrompt(text, row.plane)
-            messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
+                return RenderedPrompt(text, row.plane, is_raw=True)
+            messages = [{"role": "user", "content": text}]
         else:
             assert self._prompt.messages is not None
             column = self._prompt.messages
@@ -141,7 +159,7 @@ class PromptRenderer:
         # A template can raise anything that Python can; whatever it is, only this row is lost.
         except Exception as error:  # noqa: BLE001
             raise BadCell(f"the model's chat template: {_reason(error)}") from None
-        return RenderedPrompt(text, row.plane)
+        return RenderedPrompt(text, row.plane, is_raw=False)
 
     def _fill(self, template: _RowTemplate, row: _Row) -> str:
         """The template's text for a row, shielded where cells could form a control string."""
@@ -192,8 +210,9 @@ class PromptRenderer:
         }
         if segments:
             found |= self._encode_segments(segments)
-        if self._prompt.raw and self._tokenizer.add_bos and self._tokenizer.bos_id is not None:
-            found = {place: _with_bos(ids, self._tokenizer.bos_id) for place, ids in found.items()}
+        bos_id = self._tokenizer.bos_id
+        if self._tokenizer.add_bos and bos_id is not None:
+            found = {place: _with_bos(ids, bos_id) if texts[place].is_raw else ids for place, ids in found.items()}
         return found
 
     def _encode_segments(self, segments: dict[int, list[Segment]]) -> dict[int, np.ndarray]:
@@ -214,6 +233,14 @@ def _with_bos(ids: np.ndarray, bos_id: int) -> np.ndarray:
     if len(ids) == 0 or ids[0] == bos_id:
         return ids
     return np.concatenate([np.array([bos_id], dtype=np.int32), ids])
+
+
+def _request(cells: dict[str, Any]) -> dict[str, Any]:
+    """`messages` or `prompt` of a batch file's line. Raises BadCell for a line that cannot be run."""
+    if cells[ERROR_COLUMN] is not None:
+        raise BadCell(cells[ERROR_COLUMN])
+    request: dict[str, Any] = json.loads(cells[REQUEST_COLUMN])
+    return request
 
 
 def _messages(value: Any, *, column: str) -> list[dict[str, Any]]:
