@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from batchllm.errors import JobError
+from batchllm.kernels.native.memory import advise_huge_pages
 
 STRIDE_BYTES = 4096
 """Block strides are multiples of this, so that a block is read and written with O_DIRECT as it lies."""
@@ -46,4 +47,5 @@ def make_pool(shape: KvShape, *, num_blocks: int, block_size: int, device: torch
         # All that this allocation can raise: torch has no type of its own for it on a CPU.
         num_bytes = num_blocks * shape.block_bytes(block_size)
         raise JobError(f"engine.kv.device: {num_bytes} bytes are not to be had on {device}; give less") from error
+    advise_huge_pages(storage)
     return storage.as_strided((num_blocks, *inner), (stride, *strides))
