@@ -197,7 +197,9 @@ class _Run:
             self._close(folder, status=status, summary=counts, error=str(error) or type(error).__name__)
             raise
         status = "finished" if summary.finished else "stopped"
-        self._close(folder, status=status, summary=summary_values(summary))
+        if summary.too_many_errors is not None:
+            status = "failed"
+        self._close(folder, status=status, summary=summary_values(summary), error=summary.too_many_errors)
         return summary
 
     def _close(self, folder: RunFolder, *, status: str, summary: dict[str, Any], error: str | None = None) -> None:

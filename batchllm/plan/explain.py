@@ -55,9 +55,12 @@ def explain(
 
     `expected_share`: of the tokens that a row may generate, those that it is expected to. Without `rates` no times are predicted.
     """
-    expected_tokens = np.ceil(plan.decode_tokens * expected_share).astype(np.int32)
+    # A row that may generate generates something, however small the share.
+    expected_tokens = np.minimum(np.maximum(np.rint(plan.decode_tokens * expected_share), 1), plan.decode_tokens)
     demand = simulate_demand(
-        replace(plan, decode_tokens=expected_tokens), max_sequences=limits.max_sequences, step_tokens=limits.step_tokens
+        replace(plan, decode_tokens=expected_tokens.astype(np.int32)),
+        max_sequences=limits.max_sequences,
+        step_tokens=limits.step_tokens,
     )
     computed_prompt_tokens = int(plan.computed_tokens.sum(dtype=np.int64))
     prediction = None
@@ -85,7 +88,7 @@ def explain(
         computed_prompt_tokens=computed_prompt_tokens,
         reuse_ceiling=plan.reuse_ceiling,
         decode_tokens=plan.total_decode_tokens,
-        expected_decode_tokens=int(expected_tokens.sum(dtype=np.int64)),
+        expected_decode_tokens=int(expected_tokens.sum()),
         num_nodes=plan.tree.num_nodes,
         histogram=token_histogram(plan.prompt_tokens),
         biggest_nodes=biggest_nodes(plan, store, decode_text=decode_text),

@@ -9,12 +9,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import yaml
 
-from batchllm.data.run_folder import recorded_runs, runs_of_job
+from batchllm.data.run_folder import RunFolder, recorded_runs, runs_of_job
 from batchllm.data.run_views import RUN_COLUMNS, STEP_COLUMNS
 from batchllm.engine.metrics import STEP_COLUMNS as LOGGED_COLUMNS
+from batchllm.job import load_job
 from batchllm.plan.explanation import Explanation
 from batchllm.plan.rates import ObservedRates
-from batchllm.run import RunSummary
+from batchllm.run import Observer, RunSummary, run_job
 
 
 def output_of(job: Path, date: str = "2026-11-29") -> Path:
@@ -23,14 +24,9 @@ def output_of(job: Path, date: str = "2026-11-29") -> Path:
 
 def test_a_finished_run_leaves_job_versions_summary_plan_rates_and_steps(finished_job: Path) -> None:
     (run,) = recorded_runs(output_of(finished_job))
-    assert sorted(path.name for path in run.path.iterdir()) == [
-        "job.yaml",
-        "plan.json",
-        "rates.json",
-        "steps.parquet",
-        "summary.json",
-        "versions.json",
-    ]
+    # A report that somebody asked for lies there too.
+    names = {path.name for path in run.path.iterdir()} - {"report.html"}
+    assert names == {"job.yaml", "plan.json", "rates.json", "steps.parquet", "summary.json", "versions.json"}
     assert run.summary["status"] == "finished" and run.summary["exit_code"] == 3
     assert run.versions is not None and run.versions["kernels"] == run.summary["kernels"] != "none"
     job = yaml.safe_load((run.path / "job.yaml").read_text())
@@ -105,3 +101,33 @@ def test_a_run_with_a_host_tier_logs_what_each_tier_held(
     plan = run_cli("plan", job, "--json")
     tiers = json.loads(plan.stdout)["prediction"]["tiers"]  # type: ignore[attr-defined]
     assert [tier["name"] for tier in tiers] == ["device", "host"]
+
+
+def test_a_run_that_is_stopped_says_so_and_keeps_its_steps(tmp_path: Path, write_job: Callable[..., Path]) -> None:
+    rows = [{"text": "abc" * number} for number in range(1, 9)]
+    job = load_job(write_job(tmp_path, rows, output={"path": "out"}, sampling={"max_tokens": 200, "ignore_eos": True}))
+    asked: list[bool] = []
+
+    def stop_after_some_steps() -> bool:
+        asked.append(True)
+        return len(asked) > 20
+
+    summary = run_job(job, observer=Observer(should_stop=stop_after_some_steps))
+    assert not summary.finished
+    (run,) = recorded_runs(tmp_path / "out")
+    assert (run.summary["status"], run.summary["exit_code"]) == ("stopped", 130)
+    assert run.plan is not None and summary.num_steps == run.summary["num_steps"]
+
+
+def test_a_run_that_was_killed_stays_running(tmp_path: Path) -> None:
+    RunFolder(tmp_path, run_id="r", job={}, versions={}, name="n")
+    (run,) = recorded_runs(tmp_path)
+    assert (run.summary["status"], run.plan, run.rates, run.steps) == ("running", None, None, None)
+
+
+def test_a_broken_run_folder_is_passed_over(tmp_path: Path) -> None:
+    for name, content in (("a", "{"), ("b", "[1]"), ("c", '{"run_id": "c", "status": "failed"}')):
+        (tmp_path / ".runs" / name).mkdir(parents=True)
+        (tmp_path / ".runs" / name / "summary.json").write_text(content)
+    (tmp_path / ".runs" / "d").write_text("a file")
+    assert [run.run_id for run in recorded_runs(tmp_path)] == ["c"]
