@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import tempfile
@@ -64,6 +65,7 @@ def build_library(target: Path) -> str | None:
     if compiler is None:
         return "no C++ compiler (looked for CXX, g++, c++, clang++)"
     target.parent.mkdir(parents=True, exist_ok=True)
+    digest = runpy.run_path(str(ROOT / SOURCE_DIR / "source_digest.py"))["source_digest"](ROOT / SOURCE_DIR)
     with tempfile.TemporaryDirectory() as folder:
 
         def run(arguments: list[str]) -> str | None:
@@ -72,9 +74,8 @@ def build_library(target: Path) -> str | None:
 
         def compile_source(name: str) -> str | None:
             source = ROOT / SOURCE_DIR / name
-            return run(
-                [*COMPILE_FLAGS, *source_flags()[name], "-c", str(source), "-o", str(Path(folder) / f"{name}.o")]
-            )
+            flags = [*COMPILE_FLAGS, *source_flags()[name], f"-DBATCHLLM_SOURCE_DIGEST={digest}"]
+            return run([*flags, "-c", str(source), "-o", str(Path(folder) / f"{name}.o")])
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for reason in pool.map(compile_source, source_flags()):

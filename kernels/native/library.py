@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchllm.kernels.native.source_digest import source_digest
+
 # Imported for its effect: it loads the OpenMP runtime.
 import torch  # noqa: F401
 
@@ -94,6 +96,12 @@ def load() -> Library | str:
         loaded = ctypes.CDLL(str(LIBRARY_FILE))
     except OSError as error:
         return f"cannot be loaded: {error}"
+    digest = source_digest(LIBRARY_FILE.parent)
+    built_from = getattr(loaded, "batchllm_source_digest", None)
+    if built_from is not None:
+        built_from.restype = ctypes.c_int64
+    if digest is not None and (built_from is None or built_from() != digest):
+        return f"{LIBRARY_FILE.name} was built from other sources: install again"
     functions = {}
     for name, (argument_types, result_type) in _FUNCTIONS.items():
         function = getattr(loaded, f"batchllm_{name}", None)

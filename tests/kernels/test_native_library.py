@@ -13,6 +13,7 @@ import torch
 
 from batchllm import ops
 from batchllm.errors import JobError
+from batchllm.kernels.native.source_digest import source_digest
 from batchllm.kernels.native import library as native_library
 from batchllm.kernels.native import operations
 from batchllm.kernels.native.library import Library
@@ -166,3 +167,14 @@ def test_tensors_that_do_not_fit_are_refused_by_name(library):
         operations.gather_blocks(kv, torch.tensor([2]), torch.empty_like(kv))
     with pytest.raises(ValueError, match="staging of 2 blocks for 3"):
         operations.scatter_blocks(kv, torch.tensor([0, 1, 0]), torch.empty_like(kv))
+
+
+def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "native"
+    folder.mkdir()
+    (folder / "a.cpp").write_text("int a;")
+    digest = source_digest(folder)
+    (folder / "a.cpp").write_text("int b;")
+    assert source_digest(folder) != digest
+    (folder / "a.cpp").unlink()
+    assert source_digest(folder) is None
