@@ -144,6 +144,7 @@ class Job(Section):
         parts: dict[str, object] = {"name": self.name, "model": model, **input_part}
         parts |= {f"prompt.{key}": value for key, value in self.prompt.model_dump(mode="json").items()}
         parts |= {f"sampling.{key}": value for key, value in self.sampling.model_dump(mode="json").items()}
+        parts |= {f"output.{key}": value for key, value in self.output.constraint_values().items()}
         parts |= {"output.token_ids": self.output.token_ids, "engine.dtype": self.engine.dtype, "seed": self.seed}
         parts["date"] = self.date.isoformat()
         return parts
@@ -172,6 +173,9 @@ def load_job(path: Path | str, *, overrides: Sequence[str] = (), date: datetime.
     disk = kv.get("disk") if isinstance(kv, dict) else None
     if isinstance(disk, dict) and isinstance(disk.get("path"), str) and disk["path"]:
         disk["path"] = _absolute(disk["path"], folder=folder)
+    output = source.value.get("output")
+    if isinstance(output, dict) and isinstance(output.get("schema"), str) and output["schema"]:
+        output["schema"] = _absolute(output["schema"], folder=folder)
     model = source.value.get("model")
     if isinstance(model, str) and _is_path(model, folder=folder):
         source.value["model"] = _absolute(model, folder=folder)
@@ -199,7 +203,7 @@ def _check_keys(source: JobSource) -> None:
     """Unknown keys first: a misspelt key is the cause of the missing one that the models would report."""
 
     def visit(model: type[BaseModel], value: dict[str, Any], at: Location) -> None:
-        known = model.model_fields
+        known = {field.alias or name: field for name, field in model.model_fields.items()}
         for key, below in value.items():
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)

@@ -5,6 +5,7 @@ Each prompt is tokenised whole, in batches on all cores. A row that cannot be ru
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from batchllm.data.rendering import PromptRenderer, PromptTokenizer
 from batchllm.data.sections import JobSections, SamplingSection
 from batchllm.errors import OutputError
 from batchllm.plan.store import PromptStore
+from batchllm.prompt import Grammar, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def stage_prompts(
     renderer = PromptRenderer(job, input=input, tokenizer=tokenizer)
     limit = max_context - 1 if job.prompt.max_prompt_tokens is None else job.prompt.max_prompt_tokens
     limit = min(limit, max_context - 1)
-    sampling = _RowSampling(job.sampling, staging.store)
+    sampling = _RowSampling(job.sampling, store=staging.store, grammar=job.output.grammar())
     row_index = 0
     try:
         for batch in input.batches():
@@ -149,12 +151,13 @@ def _stage_tokens(
 class _RowSampling:
     """The sampling of each row as a number of the store; equal cells are checked once."""
 
-    def __init__(self, section: SamplingSection, store: PromptStore) -> None:
+    def __init__(self, section: SamplingSection, *, store: PromptStore, grammar: Grammar | None) -> None:
         self._section = section
         self._store = store
+        self._grammar = grammar
         self._columns = section.columns()
         self._seen: dict[str, int | str] = {}
-        self._fixed = None if self._columns else store.intern_sampling(section.params())
+        self._fixed = None if self._columns else self._number(section.params())
 
     def ids(self, batch: pa.RecordBatch, *, todo: np.ndarray, errors: dict[int, str]) -> dict[int, int]:
         places = [place for place in np.flatnonzero(todo).tolist() if place not in errors]
@@ -181,6 +184,9 @@ class _RowSampling:
             if isinstance(value, BadCell):
                 return str(value)
         try:
-            return self._store.intern_sampling(self._section.params(values))
+            return self._number(self._section.params(values))
         except ValueError as error:
             return str(error)
+
+    def _number(self, params: SamplingParams) -> int:
+        return self._store.intern_sampling(dataclasses.replace(params, grammar=self._grammar))

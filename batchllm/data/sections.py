@@ -12,9 +12,20 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
-from batchllm.prompt import SamplingParams
+from batchllm.data.constraints import choice_grammar, read_schema, regex_grammar, schema_grammar
+from batchllm.prompt import Grammar, SamplingParams
 
 
 class Section(BaseModel):
@@ -73,7 +84,73 @@ class PromptSection(Section):
         return self
 
 
-class OutputSection(Section):
+def _checked_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    if value is not None:
+        schema_grammar(value)
+    return value
+
+
+def _label_list(value: object) -> object:
+    if value is not None and (not isinstance(value, (list, tuple)) or not value):
+        raise ValueError("must be a list of at least one label")
+    return value
+
+
+def _checked_labels(value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    if value is not None:
+        if len(set(value)) != len(value):
+            raise ValueError("names a label twice")
+        choice_grammar(value)
+    return value
+
+
+def _checked_regex(value: str | None) -> str | None:
+    if value is not None:
+        regex_grammar(value)
+    return value
+
+
+class ConstraintSection(Section):
+    """What every completion must be; at most one of these, all checked when the job is loaded.
+
+    `schema`: JSON that a JSON Schema takes (a mapping, or the path of a .json file). `choice`: one of these labels.
+    `regex`: text that a regular expression matches from start to end. A completion that reaches `max_tokens` first is
+    cut inside its form; its `finish_reason` says `length`.
+    """
+
+    json_schema: Annotated[
+        dict[str, Any] | None, Field(alias="schema"), BeforeValidator(read_schema), AfterValidator(_checked_schema)
+    ] = None
+    choice: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...] | None,
+        Field(strict=False),
+        BeforeValidator(_label_list),
+        AfterValidator(_checked_labels),
+    ] = None
+    regex: Annotated[str | None, Field(min_length=1), AfterValidator(_checked_regex)] = None
+
+    @model_validator(mode="after")
+    def _one_constraint(self) -> ConstraintSection:
+        given = [name for name, value in self.constraint_values().items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"takes one of schema, choice and regex, not {' and '.join(given)}")
+        return self
+
+    def constraint_values(self) -> dict[str, object]:
+        """What was given under the keys of the job file, as plain JSON values."""
+        choice = None if self.choice is None else list(self.choice)
+        return {"schema": self.json_schema, "choice": choice, "regex": self.regex}
+
+    def grammar(self) -> Grammar | None:
+        """The constraint for the engine; None: free text."""
+        if self.json_schema is not None:
+            return schema_grammar(self.json_schema)
+        if self.choice is not None:
+            return choice_grammar(self.choice)
+        return None if self.regex is None else regex_grammar(self.regex)
+
+
+class OutputSection(ConstraintSection):
     """The folder of the completions, absolute once the job is loaded. `token_ids` adds a column with the ids."""
 
     path: Annotated[str, Field(min_length=1)]
