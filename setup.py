@@ -1,7 +1,8 @@
-"""Build hook of the native kernels: one shared object with a plain C interface, compiled file by file for its instruction set.
+"""Build hook of the native kernels: one shared object with a plain C interface, compiled file by file for its
+instruction set.
 
-Everything else about the package is in pyproject.toml. Where no compiler works, the install goes on without it and the torch reference
-runs; `batchllm.kernels.native.library.load()` then says so.
+Everything else about the package is in pyproject.toml. Where no compiler works, the install goes on without it and the
+torch reference runs; `batchllm.kernels.native.library.load()` then says so.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ ROOT = Path(__file__).resolve().parent
 SOURCE_DIR = Path("kernels") / "native"
 LIBRARY_NAME = "libbatchllm_native.so"
 
-# No contraction: the sources say where a product and a sum are rounded once. No OpenMP runtime is linked: torch's is the only one.
+# No contraction: the sources say where a product and a sum are rounded once. No OpenMP runtime is linked: torch's is
+# the only one.
 COMPILE_FLAGS = [
     "-std=c++17",
     "-O3",
@@ -87,7 +89,9 @@ def build_library(target: Path) -> str | None:
 
 
 class BuildNative(build_ext):
-    """Builds the library where an extension module would go: into the wheel, or beside the sources for an editable install."""
+    """Builds the library where an extension module would go: into the wheel, or beside the sources for an editable
+    install.
+    """
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")[:-1]) / LIBRARY_NAME)

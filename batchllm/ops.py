@@ -148,8 +148,11 @@ def native_kernels() -> Kernels | str:
     )
 
 
-def select_kernels(device: torch.device) -> Kernels:
-    """The kernels for `device`. `BATCHLLM_KERNELS` names a backend; asking for one that cannot run raises JobError."""
+def select_kernels(device: torch.device, *, head_dim: int | None = None) -> Kernels:
+    """The kernels for `device` and a model's head size, None before it is known.
+
+    `BATCHLLM_KERNELS` names a backend; one that cannot run raises JobError.
+    """
     asked = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if asked == "reference":
         return REFERENCE
@@ -163,6 +166,8 @@ def select_kernels(device: torch.device) -> Kernels:
             raise JobError(f"{ENVIRONMENT_VARIABLE}=triton: {reason}; the job's device is {device}")
     try:
         native_or_reason = native_kernels() if device.type == "cpu" else f"not for {device.type}"
+        if head_dim is not None and (head_dim % 8 or head_dim > native.MAX_HEAD_DIM):
+            native_or_reason = f"head_dim {head_dim} is not a multiple of 8 up to {native.MAX_HEAD_DIM}"
     except ValueError as error:
         raise JobError(
             f"{native_library.PATH_VARIABLE}={os.environ.get(native_library.PATH_VARIABLE)}: {error}"

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from batchllm import __version__
 from batchllm.data.inputs import Input, open_input
 from batchllm.data.outputs import OutputFolder, OutputWriter, make_fingerprint
 from batchllm.data.prompts import Staging, stage_prompts
 from batchllm.data.results import query
+from batchllm.data.run_folder import RunFolder, RunRecord
 from batchllm.data.schema import completion_schema
 from batchllm.engine.engine import Engine, kv_shape
 from batchllm.engine.metrics import RunMetrics
@@ -23,7 +23,7 @@ from batchllm.engine.sizing import most_blocks, size_engine
 from batchllm.engine.tier_report import TierReport, report_tiers
 from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
 from batchllm.engine.transfer import TierSetup
-from batchllm.errors import JobError, StoppedError
+from batchllm.errors import JobError, OutputError, StoppedError
 from batchllm.job import Job
 from batchllm.models.decoder import Decoder, dtype_for, load_decoder
 from batchllm.models.fingerprint import model_fingerprint
@@ -34,6 +34,16 @@ from batchllm.ops import select_kernels
 from batchllm.plan.plan import Plan, make_plan
 from batchllm.plan.store import PromptStore
 from batchllm.prompt import Completion
+from batchllm.run_record import (
+    EngineFacts,
+    GeneratedShare,
+    device_for,
+    dtype_name,
+    job_as_yaml_values,
+    last_rates,
+    rates_record,
+    versions,
+)
 from batchllm.storage.keys import KeyScope
 
 _RATE_WINDOW_S = 10.0
@@ -66,7 +76,7 @@ class RunSummary:
     """What happened. Rows are input rows; tokens, rates and times are of this run only.
 
     `num_rows` of the input (or of `--limit`), `rows_before` answered by earlier runs, `rows_completed` and `rows_failed` of all that are
-    answered now. `unique_prompt_tokens`: the fewest that had to be computed; `computed_prompt_tokens`: those that were.
+    answered now; a row of which one sample fails has failed. `unique_prompt_tokens`: the fewest that had to be computed; `computed_prompt_tokens`: those that were.
     """
 
     name: str
@@ -98,10 +108,12 @@ class RunSummary:
 
     @property
     def exit_code(self) -> int:
-        """0: every row completed; 3: some carry errors; 130: stopped before the end."""
+        """0: every row completed; 1: none did; 3: some carry errors; 130: stopped before the end."""
         if not self.finished:
             return StoppedError.exit_code
-        return 3 if self.rows_failed else 0
+        if self.rows_failed:
+            return 3 if self.rows_completed else 1
+        return 0
 
 
 def run_job(job: Job, *, limit: int | None = None, observer: Observer | None = None) -> RunSummary:
@@ -112,7 +124,8 @@ def run_job(job: Job, *, limit: int | None = None, observer: Observer | None = N
     observer = observer or Observer()
     started_at = time.monotonic()
     with OutputFolder(job.output.path) as output:
-        return _Run(job, limit=limit, observer=observer, output=output, started_at=started_at).execute()
+        run = _Run(job, limit=limit, observer=observer, output=output, started_at=started_at)
+        return run.execute_recorded()
 
 
 class _Run:
@@ -126,14 +139,49 @@ class _Run:
         self._observer = observer
         self._output = output
         self._started_at = started_at
-        self._device = _device(job.engine.device)
+        self._device = device_for(job.engine.device)
         self._dtype = dtype_for(job.engine.dtype, self._device)
+        self._kernels = "none"
         self._metrics = RunMetrics()
         self._tiers: TierReport | None = None
         self._unique_prompt_tokens = 0
         self._load_s = 0.0
         self._rows_before = 0
         self._rows_done = 0
+        self._record = RunRecord()
+        self._engine_facts: EngineFacts | None = None
+        self._generated_share: GeneratedShare | None = None
+
+    def execute_recorded(self) -> RunSummary:
+        """`execute`, and the run folder that says how it went, whichever way it ends."""
+        folder = RunFolder(
+            self._output.path,
+            run_id=self._output.run_id,
+            job=job_as_yaml_values(self._job),
+            versions=versions(device=self._device, kernels=select_kernels(self._device).name),
+            name=self._job.name,
+        )
+        try:
+            summary = self.execute()
+        except BaseException as error:
+            status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            counts = {"wall_s": time.monotonic() - self._started_at, "num_steps": self._metrics.num_steps}
+            counts |= {"rows_before": self._rows_before, "exit_code": getattr(error, "exit_code", 1)}
+            self._close(folder, status=status, summary=counts, error=str(error) or type(error).__name__)
+            raise
+        status = "finished" if summary.finished else "stopped"
+        self._close(folder, status=status, summary=asdict(summary) | {"exit_code": summary.exit_code})
+        return summary
+
+    def _close(self, folder: RunFolder, *, status: str, summary: dict[str, Any], error: str | None = None) -> None:
+        """Completions are what a run is for: a record that cannot be written is said, and changes nothing else."""
+        self._record.steps = self._metrics.step_log.columns
+        if self._engine_facts is not None and self._generated_share is not None:
+            self._record.rates = rates_record(self._record.steps, facts=self._engine_facts, share=self._generated_share)
+        try:
+            folder.close(status=status, summary=summary, record=self._record, error=error)
+        except OutputError as failure:
+            self._observer.note(str(failure))
 
     def execute(self) -> RunSummary:
         job, observer = self._job, self._observer
@@ -175,11 +223,19 @@ class _Run:
     ) -> bool:
         job, observer = self._job, self._observer
         context = read_config(source).max_context
-        for error in stage_prompts(job, input=rows, tokenizer=tokenizer, staging=staging, max_context=context):
+        errors = stage_prompts(
+            job,
+            input=rows,
+            tokenizer=tokenizer,
+            staging=staging,
+            max_context=context,
+            should_stop=observer.should_stop,
+        )
+        for error in errors:
             writer.add_error(error.row_index, error.message)
             self._rows_done += 1
-            if observer.should_stop():
-                return False
+        if observer.should_stop():
+            return False
         store = staging.store
         if store.num_prompts == 0:
             return True
@@ -199,6 +255,8 @@ class _Run:
         decoder = self._load(source)
         engine = self._engine(decoder, tokenizer, store, plan)
         self._metrics = engine.metrics
+        self._note_plan(plan, store, engine=engine, model=source.name, tokenizer=tokenizer)
+        share = self._generated_share = GeneratedShare(store, max_context=context)
         samples = _samples_by_row(store)
         missing = dict(samples)
         tracker = _ProgressTracker(plan, rows_total=rows.num_rows, rows_before=self._rows_before)
@@ -207,6 +265,7 @@ class _Run:
             for completion in completions:
                 row = completion.row_index
                 writer.add(completion, num_samples=samples.get(row, 1))
+                share.add(completion)
                 if row in missing:
                     missing[row] -= 1
                 self._rows_done += missing.get(row, 0) == 0
@@ -221,7 +280,9 @@ class _Run:
 
     def _load(self, source: Any) -> Decoder:
         load_started_at = time.monotonic()
-        decoder = load_decoder(source, dtype=self._dtype, device=self._device, kernels=select_kernels(self._device))
+        kernels = select_kernels(self._device, head_dim=read_config(source).head_dim)
+        self._kernels = kernels.name
+        decoder = load_decoder(source, dtype=self._dtype, device=self._device, kernels=kernels)
         self._load_s = time.monotonic() - load_started_at
         return decoder
 
@@ -271,11 +332,26 @@ class _Run:
             most_blocks=most_blocks(plan, max_context=decoder.config.max_context, block_size=block_size),
         )
 
+    def _note_plan(self, plan: Plan, store: PromptStore, *, engine: Engine, model: str, tokenizer: Tokenizer) -> None:
+        """What the plan promises, for the run folder: made before the first step, so that it is no hindsight."""
+        decoder = engine.decoder
+        facts = EngineFacts(kv_shape(decoder), engine.config, decoder.config.max_context)
+        rates = last_rates(self._job, model=model, device=str(self._device), dtype=dtype_name(self._dtype))
+        explanation = facts.explain(
+            plan,
+            store,
+            decode_text=tokenizer.decode,
+            expected_share=rates.generated_share if rates is not None else 1.0,
+        )
+        self._engine_facts = facts
+        self._record.plan = facts.plan_record(explanation)
+
     def _summary(self, rows: Input, model: str, finished: bool) -> RunSummary:
         metrics = self._metrics
         counts = query(
-            "select count(distinct row_index) filter (error is null) as completed, "
-            "count(distinct row_index) filter (error is not null) as failed from completions",
+            "select count(*) filter (not failed) as completed, count(*) filter (failed) as failed "
+            "from (select bool_or(error is not null) as failed from completions "
+            f"where row_index < {rows.num_rows} group by row_index)",
             self._output.path,
         ).to_pylist()[0]
         engine_s = metrics.schedule_s + metrics.model_s + metrics.sample_s
@@ -304,8 +380,8 @@ class _Run:
             if metrics.num_allocated_slots
             else 0.0,
             device=str(self._device),
-            dtype=str(self._dtype).removeprefix("torch."),
-            kernels=select_kernels(self._device).name,
+            dtype=dtype_name(self._dtype),
+            kernels=self._kernels,
             model=model,
             tiers=self._tiers,
         )
@@ -344,14 +420,6 @@ class _ProgressTracker:
             kv_share=engine.scheduler.pool.num_used / engine.scheduler.pool.num_blocks,
             eta_s=elapsed * (1 - share) / share if share > 0.01 else None,
         )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise JobError("engine.device: cuda is asked for, but torch finds no CUDA device; use auto or cpu")
-    return torch.device(name)
 
 
 def _samples_by_row(store: PromptStore) -> dict[int, int]:

@@ -104,7 +104,7 @@ def main() -> None:
         del tokens, tree, order, decode
         plan = make_plan(store, prefix_sharing=True)
         lap("make_plan")
-        demand = simulate_demand(plan, max_sequences=256, step_tokens=2048, block_size=16)
+        demand = simulate_demand(plan, max_sequences=256, step_tokens=2048)
         lap("demand")
         store.close()
     result = {

@@ -16,7 +16,8 @@ LAYERS = [
     ["models", "plan"],
     ["engine"],
     ["job", "job_file", "data"],
-    ["run"],
+    ["run_record"],
+    ["run", "planning", "doctor"],
     ["cli"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -9,7 +9,9 @@ import click
 
 from batchllm import __version__
 from batchllm.cli.models import models
+from batchllm.cli.plan import plan
 from batchllm.cli.query import query
+from batchllm.cli.report import report
 from batchllm.cli.run import run
 from batchllm.errors import BatchLLMError
 
@@ -23,7 +25,7 @@ def cli(context: click.Context, debug: bool) -> None:
     context.obj = {"debug": debug}
 
 
-for command in (run, query, models):
+for command in (run, plan, report, query, models):
     cli.add_command(command)
 
 

@@ -36,9 +36,11 @@ def run(
 ) -> None:
     """Run JOB_FILE: what is done already stays, the rest is computed and written.
 
-    Exit codes: 0 every row completed, 1 the job could not run, 2 wrong usage, 3 finished with error rows, 4 another run is at it,
+    Exit codes: 0 every row completed, 1 the job could not run or no row of it completed, 2 wrong usage, 3 finished with error rows, 4 another run is at it,
     130 stopped (run it again to finish).
     """
+    # Before the imports: they take seconds, and a night's stop may come during them.
+    stop = _StopSignals()
     from batchllm.cli.progress import ProgressView
     from batchllm.cli.summary import summary_text
     from batchllm.data.parts import recorded_date
@@ -51,7 +53,6 @@ def run(
         recorded = recorded_date(Path(job.output.path))
         if recorded is not None and recorded != job.date:
             job = load_job(job_file, overrides=overrides, date=recorded)
-    stop = _StopSignals()
     with ProgressView(name=job.name, quiet=as_json) as view:
         observer = Observer(note=view.note, progress=view.update, should_stop=stop.asked)
         summary = run_job(job, limit=limit, observer=observer)

@@ -6,7 +6,7 @@ Each prompt is tokenised whole, in batches on all cores. A row that cannot be ru
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,10 +55,17 @@ class Staging:
 
 
 def stage_prompts(
-    job: JobSections, *, input: Input, tokenizer: PromptTokenizer, staging: Staging, max_context: int
+    job: JobSections,
+    *,
+    input: Input,
+    tokenizer: PromptTokenizer,
+    staging: Staging,
+    max_context: int,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[RowError]:
     """Reads the input once, stages every row and finishes the store; yields the rows that cannot be run, as they come.
 
+    `should_stop` is asked for each batch of rows; when it says so, the rest stays unread and the store unfinished.
     `max_context`: tokens of the model's context; a prompt must leave room for one more. The cells of a row are in
     `staging.kept` before its error is yielded. Raises InputError, JobError, ModelError, OutputError.
     """
@@ -69,6 +76,8 @@ def stage_prompts(
     row_index = 0
     try:
         for batch in input.batches():
+            if should_stop():
+                return
             rows = np.arange(row_index, row_index + batch.num_rows)
             todo = ~staging.done[row_index : row_index + batch.num_rows]
             row_index += batch.num_rows

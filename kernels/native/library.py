@@ -1,7 +1,7 @@
 """Loads the native kernels on torch's OpenMP runtime and picks the path of instructions.
 
-A second OpenMP runtime on the same cores spins against the first, so the library names none: its OpenMP symbols resolve to the one that
-torch has loaded, which is made visible to it here.
+A second OpenMP runtime on the same cores spins against the first, so the library names none: its OpenMP symbols resolve
+to the one that torch has loaded, which is made visible to it here.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class Library:
 
 @functools.cache
 def load() -> Library | str:
-    """The library, or the reason why there is none. Raises ValueError where BATCHLLM_NATIVE_PATH asks for what cannot run."""
+    """The library, or the reason why there is none. Raises ValueError where BATCHLLM_NATIVE_PATH asks for what cannot
+    run.
+    """
     if not LIBRARY_FILE.exists():
         return f"not built: {LIBRARY_FILE.name} is missing, the install found no working C++ compiler"
     runtime = find_openmp_runtime()
@@ -94,7 +96,9 @@ def load() -> Library | str:
         return f"cannot be loaded: {error}"
     functions = {}
     for name, (argument_types, result_type) in _FUNCTIONS.items():
-        function = getattr(loaded, f"batchllm_{name}")
+        function = getattr(loaded, f"batchllm_{name}", None)
+        if function is None:
+            return f"{LIBRARY_FILE.name} is older than the sources: install again"
         function.argtypes, function.restype = argument_types, result_type
         functions[name] = function
     library = Library(**functions)

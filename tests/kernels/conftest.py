@@ -35,7 +35,9 @@ OUTCOMES = pytest.StashKey[Outcomes]()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 TOLERANCES = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-7}}
-"""Against float64 on the same inputs of unit size. bfloat16 has 8 bits, and rounds weights before their sum as well as results."""
+"""Against float64 on the same inputs of unit size. bfloat16 has 8 bits, and rounds weights before their sum as well as
+results.
+"""
 
 
 def _backend_names() -> list[str]:

@@ -52,7 +52,8 @@ def test_attention_over_a_shared_prefix_reads_it_for_every_row(
 
 
 def test_attention_of_large_scores_stays_among_the_values(kernels, dtype, make_attention_case):
-    # Scores in the thousands: their own rounding decides between near equals, so the truth is only that the result is a mean of values.
+    # Scores in the thousands: their own rounding decides between near equals, so the truth is only that the result is a
+    # mean of values.
     case = make_attention_case([(600, 40)], dtype=dtype)
     case.query.mul_(1000)
     out = run_attention(kernels, case, case.private_plan())

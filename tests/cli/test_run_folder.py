@@ -1,0 +1,86 @@
+"""What a run leaves beside its completions, as the command line makes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import yaml
+
+from batchllm.data.run_folder import recorded_runs, runs_of_job
+from batchllm.data.run_views import RUN_COLUMNS, STEP_COLUMNS
+from batchllm.engine.metrics import STEP_COLUMNS as LOGGED_COLUMNS
+from batchllm.plan.explanation import Explanation
+from batchllm.plan.rates import ObservedRates
+from batchllm.run import RunSummary
+
+
+def output_of(job: Path, date: str = "2026-11-29") -> Path:
+    return job.parent / "out" / date
+
+
+def test_a_finished_run_leaves_job_versions_summary_plan_rates_and_steps(finished_job: Path) -> None:
+    (run,) = recorded_runs(output_of(finished_job))
+    assert sorted(path.name for path in run.path.iterdir()) == [
+        "job.yaml",
+        "plan.json",
+        "rates.json",
+        "steps.parquet",
+        "summary.json",
+        "versions.json",
+    ]
+    assert run.summary["status"] == "finished" and run.summary["exit_code"] == 3
+    assert run.versions is not None and run.versions["kernels"] in ("native", "reference")
+    job = yaml.safe_load((run.path / "job.yaml").read_text())
+    assert job["date"] == "2026-11-29" and job["sampling"]["temperature"] == 0.0
+    steps = pq.read_table(run.path / "steps.parquet")
+    assert steps.num_rows == run.summary["num_steps"] and set(steps.schema.names) == {"step", *LOGGED_COLUMNS}
+
+
+def test_the_recorded_plan_is_exact_and_the_rates_can_be_read_back(finished_job: Path) -> None:
+    (run,) = recorded_runs(output_of(finished_job))
+    assert run.plan is not None and run.rates is not None
+    explanation = Explanation.from_json(run.plan["explanation"])
+    assert explanation.computed_prompt_tokens == run.summary["computed_prompt_tokens"]
+    assert explanation.unique_prompt_tokens == run.summary["unique_prompt_tokens"]
+    rates = ObservedRates.from_json(run.rates)
+    assert 0 < rates.generated_share <= 1 and rates.prefill_tokens_per_s > 0
+
+
+def test_runs_of_a_job_on_other_dates_are_found_beside_it(finished_job: Path) -> None:
+    runs = runs_of_job(output_of(finished_job), name="tiny")
+    assert [Path(run.summary["output"]).name for run in runs] == ["2026-11-28", "2026-11-29"]
+    assert runs_of_job(output_of(finished_job), name="another") == []
+
+
+def test_a_run_that_fails_says_so_in_its_folder(
+    tmp_path: Path, write_job: Callable[..., Path], run_cli: Callable[..., object]
+) -> None:
+    job = write_job(
+        tmp_path, [{"text": "a"}], prompt={"raw": True, "template": "{{ nothing }}"}, output={"path": "out"}
+    )
+    assert run_cli("run", job).returncode == 1  # type: ignore[attr-defined]
+    (run,) = recorded_runs(tmp_path / "out")
+    assert run.summary["status"] == "failed" and "nothing" in run.summary["error"]
+    assert run.plan is None and run.steps is None
+
+
+def test_a_second_run_of_a_complete_job_resumes_and_records_itself(
+    tmp_path: Path, write_job: Callable[..., Path], run_cli: Callable[..., object]
+) -> None:
+    job = write_job(tmp_path, [{"text": "abc"}], output={"path": "out"})
+    for _ in range(2):
+        assert run_cli("run", job).returncode == 0  # type: ignore[attr-defined]
+    first, second = recorded_runs(tmp_path / "out")
+    assert (first.summary["rows_before"], second.summary["rows_before"]) == (0, 1)
+    assert first.steps is not None and second.steps is None
+
+
+def test_every_figure_of_a_summary_is_a_column_of_the_runs_view(finished_job: Path) -> None:
+    (run,) = recorded_runs(output_of(finished_job))
+    assert set(RunSummary.__dataclass_fields__) <= set(RUN_COLUMNS)
+    assert set(run.summary) == set(RUN_COLUMNS)
+    assert set(STEP_COLUMNS) == {"run_id", "step", *LOGGED_COLUMNS}
+    assert json.loads((run.path / "summary.json").read_text())["num_rows"] == 40
