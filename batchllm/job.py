@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from jinja2 import TemplateSyntaxError
 from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from batchllm.data.sections import (
@@ -21,7 +20,6 @@ from batchllm.data.sections import (
     Section,
     describe,
 )
-from batchllm.data.templates import compile_template
 from batchllm.errors import JobError
 from batchllm.job_file import JobSource, Location, fill_dates, read_job_file
 
@@ -106,19 +104,26 @@ class EngineSection(Section):
 
 
 class Job(Section):
-    """A validated job. Paths in it are absolute; `date` is the one date that every part of the run sees."""
+    """A validated job: what a job file says, under the same keys. `date` is the one date that every part of the run sees.
 
-    name: Annotated[str, Field(min_length=1)]
+    `load_job` makes it from a file; its paths are then absolute. In Python it is made by keyword arguments, a section as
+    a mapping or as its class: `Job(model="smollm2-135m", prompt={"template": "Summarise: {{ text }}"})`. Relative paths
+    are then taken from the working folder, `{{ date }}` is not filled in paths, and `name`, `input` and `output` may
+    be left out. Raises pydantic.ValidationError, a ValueError, which names the keys that are wrong.
+    """
+
     model: Annotated[str, Field(min_length=1)]
-    input: InputSection
     prompt: PromptSection
+    name: Annotated[str, Field(min_length=1)] = "job"
+    input: InputSection = InputSection()
     sampling: SamplingSection = SamplingSection()
-    output: OutputSection
+    output: OutputSection = OutputSection()
     engine: EngineSection = EngineSection()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
     _date: datetime.date = PrivateAttr(default_factory=datetime.date.today)
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
+    _has_given_rows: bool = PrivateAttr(default=False)
 
     @property
     def date(self) -> datetime.date:
@@ -130,13 +135,22 @@ class Job(Section):
         """The job file's folder, from which relative paths and the files in `input.sql` are taken."""
         return self._folder
 
+    def with_rows(self, path: Path) -> Job:
+        """The same job over rows that were written to `path`, a temporary place that a resume does not ask for."""
+        section = self.input.model_copy(update={"path": str(path)})
+        job = self.model_copy(update={"input": section})
+        job._has_given_rows = True
+        return job
+
     def fingerprint_parts(self) -> dict[str, object]:
         """What must be the same when an output folder is resumed, by key; plain JSON values.
 
         Throughput settings are not in it: they may change between a kill and the resume.
         """
         input_part: dict[str, object] = {"input.id": self.input.id, "input.keep": list(self.input.keep)}
-        if self.input.path is not None:
+        if self._has_given_rows:
+            input_part["input.path"] = "rows that the caller gave"
+        elif self.input.path is not None:
             input_part["input.path"] = os.path.relpath(self.input.path, self.folder)
         else:
             input_part["input.sql"] = self.input.sql
@@ -159,6 +173,7 @@ def load_job(path: Path | str, *, overrides: Sequence[str] = (), date: datetime.
     run_date = date if date is not None else datetime.date.today()
     source = read_job_file(path, overrides=overrides)
     _check_keys(source)
+    _check_complete(source)
     folder = Path(os.path.abspath(path)).parent
     for section, key in (("input", "path"), ("input", "sql"), ("output", "path")):
         values = source.value.get(section)
@@ -184,8 +199,6 @@ def load_job(path: Path | str, *, overrides: Sequence[str] = (), date: datetime.
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise _error(source, tuple(first["loc"]), describe(first)) from None
-    for key in ("template", "system"):
-        _check_template(source, key=key, text=getattr(job.prompt, key))
     job._date, job._folder = run_date, folder
     return job
 
@@ -215,6 +228,19 @@ def _check_keys(source: JobSource) -> None:
     visit(Job, source.value, ())
 
 
+def _check_complete(source: JobSource) -> None:
+    """A file says all that a job made in Python may leave for later."""
+    for section, key in (("name", None), ("input", None), ("output", "path")):
+        values = source.value.get(section)
+        if section not in source.value:
+            raise _error(source, (section,), "is missing")
+        if key is not None and isinstance(values, dict) and key not in values:
+            raise _error(source, (section, key), "is missing")
+    rows = source.value["input"]
+    if isinstance(rows, dict) and rows.get("path") is None and rows.get("sql") is None:
+        raise _error(source, ("input",), "needs exactly one of path and sql")
+
+
 def _section_of(annotation: object) -> type[BaseModel] | None:
     """The section that a field holds; a field that may be a section or a plain value is checked by the models."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -236,13 +262,3 @@ def _error(source: JobSource, location: Location, text: str) -> JobError:
             keys.append(part)
     name = ".".join(str(key) for key in keys)
     return JobError(f"{source.origin(tuple(keys))}: {name + ': ' if name else ''}{text}")
-
-
-def _check_template(source: JobSource, *, key: str, text: str | None) -> None:
-    if text is None:
-        return
-    try:
-        compile_template(text)
-    except TemplateSyntaxError as error:
-        message = f"not a valid template, at its line {error.lineno}: {error.message}"
-        raise _error(source, ("prompt", key), message) from None

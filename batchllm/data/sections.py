@@ -12,6 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
+from jinja2 import TemplateSyntaxError
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -25,6 +26,7 @@ from pydantic import (
 )
 
 from batchllm.data.constraints import choice_grammar, read_schema, regex_grammar, schema_grammar
+from batchllm.data.templates import compile_template
 from batchllm.prompt import Grammar, SamplingParams
 
 
@@ -41,7 +43,10 @@ class ColumnName(Section):
 
 
 class InputSection(Section):
-    """Where the rows come from. `path` is absolute once the job is loaded; `sql` reads files from the job's folder."""
+    """Where the rows come from. `path` is absolute once the job is loaded; `sql` reads files from the job's folder.
+
+    A job file names one of them; a job made in Python may be given its rows when it runs.
+    """
 
     path: Annotated[str, Field(min_length=1)] | None = None
     sql: Annotated[str, Field(min_length=1)] | None = None
@@ -50,11 +55,23 @@ class InputSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> InputSection:
-        if (self.path is None) == (self.sql is None):
+        if self.path is not None and self.sql is not None:
             raise ValueError("needs exactly one of path and sql")
         if len(set(self.keep)) != len(self.keep):
             raise ValueError("keep names a column twice")
         return self
+
+
+def _checked_template(text: str | None) -> str | None:
+    if text is not None:
+        try:
+            compile_template(text)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"not a valid template, at its line {error.lineno}: {error.message}") from None
+    return text
+
+
+Template = Annotated[str | None, AfterValidator(_checked_template)]
 
 
 class PromptSection(Section):
@@ -65,9 +82,9 @@ class PromptSection(Section):
     row, or is cut at its left or right end when `truncate` says so.
     """
 
-    template: str | None = None
+    template: Template = None
     messages: Annotated[str, Field(min_length=1)] | None = None
-    system: str | None = None
+    system: Template = None
     raw: bool = False
     allow_control_tokens: bool = False
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -151,9 +168,12 @@ class ConstraintSection(Section):
 
 
 class OutputSection(ConstraintSection):
-    """The folder of the completions, absolute once the job is loaded. `token_ids` adds a column with the ids."""
+    """The folder of the completions, absolute once the job is loaded. `token_ids` adds a column with the ids.
 
-    path: Annotated[str, Field(min_length=1)]
+    A job file names the folder; a job made in Python may leave it out.
+    """
+
+    path: Annotated[str, Field(min_length=1)] = ""
     token_ids: bool = False
 
 
