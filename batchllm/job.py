@@ -18,8 +18,10 @@ from batchllm.data.sections import (
     PromptSection,
     SamplingSection,
     Section,
+    StageSection,
     describe,
 )
+from batchllm.data.stage_rules import check_prompt, check_stages
 from batchllm.errors import JobError
 from batchllm.job_file import JobSource, Location, fill_dates, read_job_file
 
@@ -113,11 +115,12 @@ class Job(Section):
     """
 
     model: Annotated[str, Field(min_length=1)]
-    prompt: PromptSection
+    prompt: PromptSection = PromptSection()
     name: Annotated[str, Field(min_length=1)] = "job"
     input: InputSection = InputSection()
     sampling: SamplingSection = SamplingSection()
     output: OutputSection = OutputSection()
+    stages: Annotated[tuple[StageSection, ...], Field(strict=False)] = ()
     engine: EngineSection = EngineSection()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
@@ -134,6 +137,33 @@ class Job(Section):
     def folder(self) -> Path:
         """The job file's folder, from which relative paths and the files in `input.sql` are taken."""
         return self._folder
+
+    # A message begins with the place that it is about; `load_job` finds the line by it.
+    @model_validator(mode="after")
+    def _prompts_fit(self) -> Job:
+        if not self.stages:
+            check_prompt(self.prompt, at="prompt")
+            return self
+        if self.prompt.model_fields_set:
+            raise ValueError("prompt: has no place beside stages; each stage has its own")
+        check_stages(self.stages, sampling=self.sampling, output=self.output, keep=self.input.keep)
+        return self
+
+    def stage_jobs(self) -> tuple[Job, ...]:
+        """The job of each stage, without stages; a job without stages is its only one."""
+        if not self.stages:
+            return (self,)
+        return tuple(
+            self.model_copy(
+                update={
+                    "stages": (),
+                    "prompt": stage.prompt,
+                    "sampling": stage.sampling or self.sampling,
+                    "output": self.output.model_copy(update=dict(stage.output)),
+                }
+            )
+            for stage in self.stages
+        )
 
     def with_rows(self, path: Path) -> Job:
         """The same job over rows that were written to `path`, a temporary place that a resume does not ask for."""
@@ -156,9 +186,10 @@ class Job(Section):
             input_part["input.sql"] = self.input.sql
         model = os.path.relpath(self.model, self.folder) if os.path.isabs(self.model) else self.model
         parts: dict[str, object] = {"name": self.name, "model": model, **input_part}
-        parts |= {f"prompt.{key}": value for key, value in self.prompt.model_dump(mode="json").items()}
+        parts |= {f"prompt.{key}": value for key, value in self.prompt.model_dump(mode="json", by_alias=True).items()}
         parts |= {f"sampling.{key}": value for key, value in self.sampling.model_dump(mode="json").items()}
         parts |= {f"output.{key}": value for key, value in self.output.constraint_values().items()}
+        parts["stages"] = [stage.model_dump(mode="json", by_alias=True) for stage in self.stages]
         parts |= {"output.token_ids": self.output.token_ids, "engine.dtype": self.engine.dtype, "seed": self.seed}
         parts["date"] = self.date.isoformat()
         return parts
@@ -188,9 +219,11 @@ def load_job(path: Path | str, *, overrides: Sequence[str] = (), date: datetime.
     disk = kv.get("disk") if isinstance(kv, dict) else None
     if isinstance(disk, dict) and isinstance(disk.get("path"), str) and disk["path"]:
         disk["path"] = _absolute(disk["path"], folder=folder)
-    output = source.value.get("output")
-    if isinstance(output, dict) and isinstance(output.get("schema"), str) and output["schema"]:
-        output["schema"] = _absolute(output["schema"], folder=folder)
+    stages = source.value.get("stages")
+    for part in [source.value, *(stages if isinstance(stages, list) else [])]:
+        output = part.get("output") if isinstance(part, dict) else None
+        if isinstance(output, dict) and isinstance(output.get("schema"), str) and output["schema"]:
+            output["schema"] = _absolute(output["schema"], folder=folder)
     model = source.value.get("model")
     if isinstance(model, str) and _is_path(model, folder=folder):
         source.value["model"] = _absolute(model, folder=folder)
@@ -198,7 +231,11 @@ def load_job(path: Path | str, *, overrides: Sequence[str] = (), date: datetime.
         job = Job.model_validate(source.value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise _error(source, tuple(first["loc"]), describe(first)) from None
+        location, text = tuple(first["loc"]), describe(first)
+        if not location:
+            place, _, text = text.partition(": ")
+            location = tuple(int(part) if part.isdecimal() else part for part in place.split("."))
+        raise _error(source, location, text) from None
     job._date, job._folder = run_date, folder
     return job
 
@@ -222,8 +259,9 @@ def _check_keys(source: JobSource) -> None:
                 near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
                 raise _error(source, (*at, str(key)), f"unknown key; the nearest known key is {near[0]}")
             section = _section_of(known[key].annotation)
-            if section is not None and isinstance(below, dict):
-                visit(section, below, (*at, key))
+            for place, part in enumerate(below) if isinstance(below, list) else [(None, below)]:
+                if section is not None and isinstance(part, dict):
+                    visit(section, part, (*at, key) if place is None else (*at, key, place))
 
     visit(Job, source.value, ())
 
@@ -245,8 +283,9 @@ def _section_of(annotation: object) -> type[BaseModel] | None:
     """The section that a field holds; a field that may be a section or a plain value is checked by the models."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    sections = [part for part in get_args(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
-    return sections[0] if len(sections) == 1 and type(None) in get_args(annotation) else None
+    parts = get_args(annotation)
+    sections = [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+    return sections[0] if len(sections) == 1 and (type(None) in parts or Ellipsis in parts) else None
 
 
 def _error(source: JobSource, location: Location, text: str) -> JobError:

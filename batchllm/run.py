@@ -44,6 +44,7 @@ from batchllm.run_record import (
     rates_record,
     versions,
 )
+from batchllm.run_stages import RunStages, Stage
 from batchllm.storage.keys import KeyScope
 
 _RATE_WINDOW_S = 10.0
@@ -148,6 +149,8 @@ class _Run:
         self._load_s = 0.0
         self._rows_before = 0
         self._rows_done = 0
+        self._rows_total = 0
+        self._decoder: Decoder | None = None
         self._record = RunRecord()
         self._engine_facts: EngineFacts | None = None
         self._generated_share: GeneratedShare | None = None
@@ -195,6 +198,7 @@ class _Run:
         )
         done = self._output.resume(fingerprint=fingerprint, num_rows=source_rows.table.num_rows)
         done = done[: source_rows.num_rows]
+        self._rows_total = source_rows.num_rows
         self._rows_before = self._rows_done = int(done.sum())
         if self._rows_before:
             observer.note(f"{self._rows_before} of {source_rows.num_rows} rows are done already")
@@ -202,41 +206,47 @@ class _Run:
         if not done.all():
             tokenizer = load_tokenizer(source)
             staging = Staging.create(self._output.staging, input=source_rows, done=done)
+            stages = RunStages(job, input=source_rows, staging=staging, folder=self._output.staging)
             schema = completion_schema(
-                list(source_rows.carried),
+                [*source_rows.carried, *stages.completion_fields],
                 with_token_ids=job.output.token_ids,
-                with_logprobs=job.sampling.logprobs is not None,
+                with_logprobs=stages.jobs[-1].sampling.logprobs is not None,
             )
-            writer = OutputWriter(self._output, schema=schema, kept=staging.kept, model=source.name)
+            writer = OutputWriter(self._output, schema=schema, kept=stages.cells, model=source.name)
             try:
-                finished = self._stage_and_run(source_rows, source, tokenizer, staging, writer)
+                finished = all(
+                    self._run_stage(stages.open(number, tokenizer), source, tokenizer, writer)
+                    for number in range(len(stages.jobs))
+                )
             finally:
                 # What is complete is written even when the run fails: nothing that was computed is lost.
                 try:
                     writer.close()
                 finally:
-                    staging.close()
+                    stages.close()
         return self._summary(source_rows, source.name, finished)
 
-    def _stage_and_run(
-        self, rows: Input, source: Any, tokenizer: Tokenizer, staging: Staging, writer: OutputWriter
-    ) -> bool:
+    def _run_stage(self, stage: Stage, source: Any, tokenizer: Tokenizer, writer: OutputWriter) -> bool:
+        """Renders, plans and runs one stage, the only one of most jobs; False when it was stopped before its end."""
         job, observer = self._job, self._observer
+        if stage.name is not None:
+            observer.note(f"stage {stage.name}")
         context = read_config(source).max_context
         errors = stage_prompts(
-            job,
-            input=rows,
+            stage.job,
+            input=stage.input,
             tokenizer=tokenizer,
-            staging=staging,
+            staging=stage.staging,
             max_context=context,
             should_stop=observer.should_stop,
+            history=stage.history,
         )
         for error in errors:
-            writer.add_error(error.row_index, error.message)
+            writer.add_error(error.row_index, stage.named(error.message))
             self._rows_done += 1
         if observer.should_stop():
             return False
-        store = staging.store
+        store = stage.staging.store
         if store.num_prompts == 0:
             return True
         plan = make_plan(
@@ -245,27 +255,35 @@ class _Run:
             keep_order=job.engine.order == "input",
             max_model_tokens=context,
         )
-        self._unique_prompt_tokens = plan.unique_prompt_tokens
+        self._unique_prompt_tokens += plan.unique_prompt_tokens
         observer.note(
             f"{store.num_prompts} prompts, {plan.total_prompt_tokens} prompt tokens, "
             f"{plan.unique_prompt_tokens} to compute ({plan.reuse_ceiling:.0%} shared)"
         )
         if observer.should_stop():
             return False
-        decoder = self._load(source)
-        engine = self._engine(decoder, tokenizer, store, plan)
-        self._metrics = engine.metrics
-        self._note_plan(plan, store, engine=engine, model=source.name, tokenizer=tokenizer)
-        share = self._generated_share = GeneratedShare(store, max_context=context)
+        if self._decoder is None:
+            self._decoder = self._load(source)
+        engine = self._engine(self._decoder, tokenizer, store, plan)
+        share = GeneratedShare(store, max_context=context)
+        if stage.name is None:
+            # Promises and rates are those of one plan; a job with stages has several.
+            self._note_plan(plan, store, engine=engine, model=source.name, tokenizer=tokenizer)
+            self._generated_share = share
         samples = _samples_by_row(store)
         missing = dict(samples)
-        tracker = _ProgressTracker(plan, rows_total=rows.num_rows, rows_before=self._rows_before)
+        tracker = _ProgressTracker(plan, rows_total=self._rows_total, rows_before=self._rows_before)
 
         def deliver(completions: list[Completion]) -> None:
             for completion in completions:
                 row = completion.row_index
-                writer.add(completion, num_samples=samples.get(row, 1))
                 share.add(completion)
+                if completion.error is not None:
+                    completion.error = stage.named(completion.error)
+                elif not stage.is_last:
+                    stage.keep(completion, tokenizer)
+                    continue
+                writer.add(completion, num_samples=samples.get(row, 1))
                 if row in missing:
                     missing[row] -= 1
                 self._rows_done += missing.get(row, 0) == 0
@@ -274,6 +292,7 @@ class _Run:
         try:
             return engine.run(deliver=deliver, should_stop=observer.should_stop)
         finally:
+            self._metrics = self._metrics.plus(engine.metrics)
             engine.close()
             if engine.mover is not None:
                 self._tiers = report_tiers(engine.mover, engine.metrics)

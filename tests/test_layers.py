@@ -16,7 +16,7 @@ LAYERS = [
     ["models", "plan"],
     ["engine"],
     ["job", "job_file", "data"],
-    ["run_record"],
+    ["run_record", "run_stages"],
     ["run", "planning", "doctor"],
     ["api"],
     ["cli", "__init__"],

@@ -16,7 +16,7 @@ import pyarrow as pa
 from batchllm.data.cells import BadCell, carried_column, python_cells
 from batchllm.data.inputs import Input
 from batchllm.data.kept import KeptRows
-from batchllm.data.rendering import PromptRenderer, PromptTokenizer
+from batchllm.data.rendering import History, PromptRenderer, PromptTokenizer
 from batchllm.data.sections import JobSections, SamplingSection
 from batchllm.errors import OutputError
 from batchllm.plan.store import PromptStore
@@ -48,6 +48,13 @@ class Staging:
         except OSError as error:
             raise OutputError(f"{folder}: prompts cannot be staged: {error.strerror}") from None
 
+    def next_stage(self, folder: Path, *, done: np.ndarray) -> Staging:
+        """Prompts of a later stage, in new files of `folder`, over the same cells; its store is closed by the caller."""
+        try:
+            return Staging(store=PromptStore(folder), kept=self.kept, done=done)
+        except OSError as error:
+            raise OutputError(f"{folder}: prompts cannot be staged: {error.strerror}") from None
+
     def close(self) -> None:
         """Closes the files."""
         self.store.close()
@@ -62,14 +69,16 @@ def stage_prompts(
     staging: Staging,
     max_context: int,
     should_stop: Callable[[], bool] = lambda: False,
+    history: History | None = None,
 ) -> Iterator[RowError]:
     """Reads the input once, stages every row and finishes the store; yields the rows that cannot be run, as they come.
 
+    `history` is given for a later stage, whose rows' cells are staged already.
     `should_stop` is asked for each batch of rows; when it says so, the rest stays unread and the store unfinished.
     `max_context`: tokens of the model's context; a prompt must leave room for one more. The cells of a row are in
     `staging.kept` before its error is yielded. Raises InputError, JobError, ModelError, OutputError.
     """
-    renderer = PromptRenderer(job, input=input, tokenizer=tokenizer)
+    renderer = PromptRenderer(job, input=input, tokenizer=tokenizer, history=history)
     limit = max_context - 1 if job.prompt.max_prompt_tokens is None else job.prompt.max_prompt_tokens
     limit = min(limit, max_context - 1)
     sampling = _RowSampling(job.sampling, store=staging.store, grammar=job.output.grammar())
@@ -81,9 +90,9 @@ def stage_prompts(
             rows = np.arange(row_index, row_index + batch.num_rows)
             todo = ~staging.done[row_index : row_index + batch.num_rows]
             row_index += batch.num_rows
-            errors = _stage_carried(batch, input=input, kept=staging.kept)
+            errors = {} if history is not None else _stage_carried(batch, input=input, kept=staging.kept)
             if todo.any():
-                texts = renderer.render(batch, todo=todo, errors=errors)
+                texts = renderer.render(batch, first_row=int(rows[0]), todo=todo, errors=errors)
                 sampling_ids = sampling.ids(batch, todo=todo, errors=errors)
                 _stage_tokens(
                     staging.store,

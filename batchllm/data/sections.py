@@ -7,7 +7,7 @@ Every key has one reader. Values are taken strictly (a quoted number is no numbe
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
@@ -75,11 +75,13 @@ Template = Annotated[str | None, AfterValidator(_checked_template)]
 
 
 class PromptSection(Section):
-    """How a row becomes a prompt. `template` and `system` are Jinja2 over the row's columns and `date`.
+    """How a row becomes a prompt; in a job with stages, how a row becomes the prompt of one stage. `template` and `system` are Jinja2 over the row's columns and `date`.
 
     Text from cells is data: a control-token string in a cell (`<|im_end|>`) is encoded as plain text unless
     `allow_control_tokens`. A prompt above `max_prompt_tokens` (default: what the model's context leaves) is an error
     row, or is cut at its left or right end when `truncate` says so.
+
+    `continue: true`, in a later stage: the template's text is the next user turn of the previous stage's conversation.
     """
 
     template: Template = None
@@ -89,15 +91,18 @@ class PromptSection(Section):
     allow_control_tokens: bool = False
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     truncate: Literal[False, "left", "right"] = False
+    continues: Annotated[bool, Field(alias="continue")] = False
 
     @model_validator(mode="after")
     def _one_kind(self) -> PromptSection:
-        if (self.template is None) == (self.messages is None):
+        if self.template is not None and self.messages is not None:
             raise ValueError("needs exactly one of template and messages")
         if self.raw and self.messages is not None:
             raise ValueError("raw sends the template's text as it is, so it cannot be used with messages")
         if self.raw and self.system is not None:
             raise ValueError("raw has no chat template, so there is no place for system")
+        if self.continues and (self.raw or self.system is not None or self.messages is not None):
+            raise ValueError("continue adds a user turn to a conversation, so it takes a template and nothing else")
         return self
 
 
@@ -300,6 +305,18 @@ def _plain_number(value: object, *, whole: bool) -> object:
     return value
 
 
+class StageSection(Section):
+    """One of several passes over the rows. Later ones may use its completion, `{{ stages.<name> }}`.
+
+    `sampling` left out takes the job's. `output` says what this stage's completion must be.
+    """
+
+    name: Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
+    prompt: PromptSection
+    sampling: SamplingSection | None = None
+    output: ConstraintSection = ConstraintSection()
+
+
 class JobSections(Protocol):
     """What the data layer needs of a job; `batchllm.job.Job` is one."""
 
@@ -315,6 +332,7 @@ class JobSections(Protocol):
     def date(self) -> datetime.date: ...
     @property
     def folder(self) -> Path: ...
+    def stage_jobs(self) -> Sequence[JobSections]: ...
 
 
 def describe(error: Mapping[str, Any]) -> str:
