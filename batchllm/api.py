@@ -15,9 +15,9 @@ import pyarrow as pa
 from batchllm.data.results import connect, query
 from batchllm.data.spool import spool_batches
 from batchllm.errors import InputError, JobError
-from batchllm.job import Job
+from batchllm.job import SOURCES, Job
 from batchllm.planning import JobPlan, plan_job
-from batchllm.run import Observer, RunSummary, run_job
+from batchllm.run import Observer, RunOptions, RunSummary, run_job
 
 
 class ArrowStream(Protocol):
@@ -74,7 +74,7 @@ def run(job: Job, rows: Rows | None = None, *, limit: int | None = None, observe
     """
     with tempfile.TemporaryDirectory(prefix="batchllm-rows-") as name:
         job, keeper = _with_places(job, rows, folder=Path(name))
-        summary = run_job(job, limit=limit, observer=observer)
+        summary = run_job(job, options=RunOptions(limit=limit), observer=observer)
     return Result(summary=summary, folder=Path(job.output.path), _keeper=keeper)
 
 
@@ -90,7 +90,7 @@ def plan(job: Job, rows: Rows | None = None, *, limit: int | None = None) -> Job
 
 def _with_places(job: Job, rows: Rows | None, *, folder: Path) -> tuple[Job, _TemporaryFolder | None]:
     """The job with an input and an output; rows from memory are written to `folder`."""
-    names_input = job.input.path is not None or job.input.sql is not None
+    names_input = any(getattr(job.input, key) is not None for key in SOURCES)
     if rows is None and not names_input:
         raise JobError("the job has no rows: give run(job, rows=…), or the job an input.path or input.sql")
     if rows is not None and names_input:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, WithJsonSchema, model_validator
 
 from batchllm.data.sections import (
     InputSection,
@@ -21,7 +21,7 @@ from batchllm.data.sections import (
     StageSection,
     describe,
 )
-from batchllm.data.stage_rules import check_prompt, check_stages
+from batchllm.data.stage_rules import check_prompt, check_requests, check_stages
 from batchllm.errors import JobError
 from batchllm.job_file import JobSource, Location, fill_dates, read_job_file
 
@@ -49,8 +49,20 @@ def _auto_or_count(value: object) -> object:
     raise ValueError("must be auto or a whole number of at least 1")
 
 
-AutoCount = Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_count)]
-AutoSize = Annotated[Literal["auto"] | int, BeforeValidator(parse_size)]
+_SIZE_SCHEMA = {
+    "anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}, {"type": "string", "pattern": "^ *[0-9]"}]
+}
+
+AutoCount = Annotated[
+    Literal["auto"] | int,
+    BeforeValidator(_auto_or_count),
+    WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}]}),
+]
+AutoSize = Annotated[Literal["auto"] | int, BeforeValidator(parse_size), WithJsonSchema(_SIZE_SCHEMA)]
+
+
+Command = Annotated[tuple[str, ...], Field(strict=False)]
+"""A program and its arguments, run without a shell; empty for none."""
 
 
 def _size_or_none(value: object) -> object:
@@ -77,7 +89,11 @@ class KvSection(Section):
     """
 
     device: AutoSize = "auto"
-    host: Annotated[Literal["auto"] | int, BeforeValidator(_size_or_none)] = 0
+    host: Annotated[
+        Literal["auto"] | int,
+        BeforeValidator(_size_or_none),
+        WithJsonSchema({"anyOf": [{"const": 0}, *_SIZE_SCHEMA["anyOf"]]}),
+    ] = 0
     disk: KvDiskSection | None = None
     policy: Literal["next-use", "lru", "recompute"] = "next-use"
     persist: bool = False
@@ -123,6 +139,9 @@ class Job(Section):
     stages: Annotated[tuple[StageSection, ...], Field(strict=False)] = ()
     engine: EngineSection = EngineSection()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    on_success: Command = ()
+    on_failure: Command = ()
+    command_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
 
     _date: datetime.date = PrivateAttr(default_factory=datetime.date.today)
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
@@ -140,7 +159,10 @@ class Job(Section):
 
     # A message begins with the place that it is about; `load_job` finds the line by it.
     @model_validator(mode="after")
-    def _prompts_fit(self) -> Job:
+    def _sections_fit(self) -> Job:
+        if self.input.openai_batch is not None:
+            check_requests(prompt=self.prompt, sampling=self.sampling, stages=self.stages)
+            return self
         if not self.stages:
             check_prompt(self.prompt, at="prompt")
             return self
@@ -182,6 +204,8 @@ class Job(Section):
             input_part["input.path"] = "rows that the caller gave"
         elif self.input.path is not None:
             input_part["input.path"] = os.path.relpath(self.input.path, self.folder)
+        elif self.input.openai_batch is not None:
+            input_part["input.openai_batch"] = os.path.relpath(self.input.openai_batch, self.folder)
         else:
             input_part["input.sql"] = self.input.sql
         model = os.path.relpath(self.model, self.folder) if os.path.isabs(self.model) else self.model
@@ -206,14 +230,14 @@ def load_job(path: Path | str, *, overrides: Sequence[str] = (), date: datetime.
     _check_keys(source)
     _check_complete(source)
     folder = Path(os.path.abspath(path)).parent
-    for section, key in (("input", "path"), ("input", "sql"), ("output", "path")):
+    for section, key in (("input", "path"), ("input", "sql"), ("input", "openai_batch"), ("output", "path")):
         values = source.value.get(section)
         if isinstance(values, dict) and isinstance(values.get(key), str) and values[key]:
             try:
                 text = fill_dates(values[key], date=run_date)
             except ValueError as error:
                 raise _error(source, (section, key), str(error)) from None
-            values[key] = _absolute(text, folder=folder) if key == "path" else text
+            values[key] = text if key == "sql" else _absolute(text, folder=folder)
     engine = source.value.get("engine")
     kv = engine.get("kv") if isinstance(engine, dict) else None
     disk = kv.get("disk") if isinstance(kv, dict) else None
@@ -266,6 +290,10 @@ def _check_keys(source: JobSource) -> None:
     visit(Job, source.value, ())
 
 
+SOURCES = ("path", "sql", "openai_batch")
+"""The keys of `input` that say where rows come from."""
+
+
 def _check_complete(source: JobSource) -> None:
     """A file says all that a job made in Python may leave for later."""
     for section, key in (("name", None), ("input", None), ("output", "path")):
@@ -275,8 +303,8 @@ def _check_complete(source: JobSource) -> None:
         if key is not None and isinstance(values, dict) and key not in values:
             raise _error(source, (section, key), "is missing")
     rows = source.value["input"]
-    if isinstance(rows, dict) and rows.get("path") is None and rows.get("sql") is None:
-        raise _error(source, ("input",), "needs exactly one of path and sql")
+    if isinstance(rows, dict) and all(rows.get(key) is None for key in SOURCES):
+        raise _error(source, ("input",), f"needs exactly one of {', '.join(SOURCES[:-1])} and {SOURCES[-1]}")
 
 
 def _section_of(annotation: object) -> type[BaseModel] | None:

@@ -75,6 +75,7 @@ class Kernels:
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     pack_linear: PackLinear
     linear: Callable[[torch.Tensor, Any], torch.Tensor]
+    linear_logits: Callable[[torch.Tensor, Any], torch.Tensor]
     linear_argmax: Callable[[torch.Tensor, Any], torch.Tensor]
     linear_add: Callable[[torch.Tensor, Any, torch.Tensor], None]
     pack_linear_gated: PackLinear
@@ -94,6 +95,7 @@ REFERENCE = Kernels(
     silu_mul=activation.silu_mul,
     pack_linear=linear.pack_linear,
     linear=linear.linear,
+    linear_logits=linear.linear_logits,
     linear_argmax=linear.linear_argmax,
     linear_add=linear.linear_add,
     pack_linear_gated=linear.pack_linear_gated,
@@ -112,6 +114,7 @@ TRITON = Kernels(
     silu_mul=activation.silu_mul_triton,
     pack_linear=linear.pack_linear,
     linear=linear.linear_triton,
+    linear_logits=linear.linear_logits_triton,
     linear_argmax=linear.linear_argmax_triton,
     linear_add=linear.linear_add_triton,
     pack_linear_gated=linear.pack_linear_gated,
@@ -137,6 +140,7 @@ def native_kernels() -> Kernels | str:
         silu_mul=native.silu_mul,
         pack_linear=native.pack_linear,
         linear=native.linear,
+        linear_logits=native.linear_logits,
         linear_argmax=native.linear_argmax,
         linear_add=native.linear_add,
         pack_linear_gated=native.pack_linear_gated,

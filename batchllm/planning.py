@@ -21,7 +21,8 @@ from batchllm.data.reordering import reorderings
 from batchllm.data.run_folder import RecordedRun, recorded_runs
 from batchllm.engine.measure import measure_rates
 from batchllm.engine.pool import KvShape
-from batchllm.engine.sizing import size_engine
+from batchllm.engine.sizing import most_blocks, size_engine
+from batchllm.engine.tier_setup import disk_slots, host_slots
 from batchllm.errors import JobError
 from batchllm.job import Job
 from batchllm.models.config import ModelConfig
@@ -36,7 +37,9 @@ from batchllm.plan.demand import simulate_demand
 from batchllm.plan.explanation import Explanation
 from batchllm.plan.plan import Plan, make_plan
 from batchllm.plan.rates import ObservedRates, fit_steps
-from batchllm.run_record import EngineFacts, device_for, dtype_name, last_rates
+from batchllm.run_record import EngineFacts, device_for, dtype_name, existing_folder, last_rates
+from batchllm.storage.cost import measure_copy, measure_disk
+from batchllm.storage.errors import StorageError
 
 ADVICE_ROWS = 4000
 """Rows that are rendered again for each other order of the template."""
@@ -152,7 +155,7 @@ class _Planner:
             explanation = facts.explain(
                 plan, staging.store, decode_text=tokenizer.decode, expected_share=rates.generated_share
             )
-            explanation = explanation.with_rates(rates.with_tiers(_device_tier(facts)))
+            explanation = explanation.with_rates(rates.with_tiers(self._tiers(plan, facts)))
             advice = (*self._advice(plan, explanation, facts), *self._reordering_advice(plan, rows, tokenizer, folder))
             return JobPlan(replace(explanation, advice=advice), num_error_rows, rates_from)
         finally:
@@ -167,6 +170,7 @@ class _Planner:
         return make_plan(
             staging.store,
             prefix_sharing=self._job.engine.prefix_sharing,
+            keep_order=self._job.engine.order == "input",
             max_model_tokens=self._config.max_context,
         )
 
@@ -182,8 +186,33 @@ class _Planner:
             max_step_tokens=settings.max_step_tokens,
             max_sequences=settings.max_sequences,
             kv_bytes=settings.kv.device,
+            evict_least_recent=settings.kv.policy == "lru",
         )
         return EngineFacts(shape, sizes, config.max_context)
+
+    def _tiers(self, plan: Plan, facts: EngineFacts) -> tuple[TierSpace, ...]:
+        """The device, and the tiers that the job asks for with what moving bytes to them costs, measured in about a second."""
+        kv, block_bytes = self._job.engine.kv, facts.block_bytes
+        # The device holds its blocks in place: no byte moves to them, so its rate is never asked for.
+        capacity_bytes = facts.config.num_blocks * block_bytes
+        spaces = [TierSpace(name="device", capacity_bytes=capacity_bytes, bytes_per_s=float("inf"))]
+        if kv.policy == "recompute":
+            return tuple(spaces)
+        most = most_blocks(plan, max_context=facts.max_context, block_size=facts.config.block_size)
+        num_slots = host_slots(kv.host, block_bytes=block_bytes, most_blocks=most)
+        if num_slots:
+            rate = measure_copy(block_bytes=block_bytes)
+            spaces.append(TierSpace(name="host", capacity_bytes=num_slots * block_bytes, bytes_per_s=rate))
+        if kv.disk is not None:
+            folder = existing_folder(Path(kv.disk.path))
+            num_slots = disk_slots(kv.disk.size, folder=folder, block_bytes=block_bytes, most_blocks=most)
+            try:
+                rate = min(measure_disk(folder, block_bytes=block_bytes))
+            except StorageError as error:
+                raise JobError(f"engine.kv.disk: {error}") from None
+            if num_slots and rate:
+                spaces.append(TierSpace(name="disk", capacity_bytes=num_slots * block_bytes, bytes_per_s=rate))
+        return tuple(spaces)
 
     def _advice(self, plan: Plan, explanation: Explanation, facts: EngineFacts) -> tuple[str, ...]:
         return advise(
@@ -226,12 +255,6 @@ class _Planner:
             return totals(self._plan(staging))
         finally:
             staging.close()
-
-
-def _device_tier(facts: EngineFacts) -> tuple[TierSpace, ...]:
-    # The device holds its blocks in place: no byte moves to them, so its rate is never asked for.
-    capacity_bytes = facts.config.num_blocks * facts.block_bytes
-    return (TierSpace(name="device", capacity_bytes=capacity_bytes, bytes_per_s=float("inf")),)
 
 
 def _recorded_plan(run: RecordedRun) -> tuple[Explanation, dict[str, Any]]:

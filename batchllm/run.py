@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from batchllm import __version__
+from batchllm.data.error_count import ErrorCount, num_failed
 from batchllm.data.inputs import Input, open_input
+from batchllm.data.openai_output import write_batch_files
 from batchllm.data.outputs import OutputFolder, OutputWriter, make_fingerprint
 from batchllm.data.prompts import Staging, stage_prompts
 from batchllm.data.results import query
@@ -23,7 +26,7 @@ from batchllm.engine.sizing import most_blocks, size_engine
 from batchllm.engine.tier_report import TierReport, report_tiers
 from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
 from batchllm.engine.transfer import TierSetup
-from batchllm.errors import JobError, OutputError, StoppedError
+from batchllm.errors import BatchLLMError, JobError, OutputError, StoppedError
 from batchllm.job import Job
 from batchllm.models.decoder import Decoder, dtype_for, load_decoder
 from batchllm.models.fingerprint import model_fingerprint
@@ -37,6 +40,7 @@ from batchllm.prompt import Completion
 from batchllm.run_record import (
     EngineFacts,
     GeneratedShare,
+    TierUse,
     device_for,
     dtype_name,
     job_as_yaml_values,
@@ -77,7 +81,8 @@ class RunSummary:
     """What happened. Rows are input rows; tokens, rates and times are of this run only.
 
     `num_rows` of the input (or of `--limit`), `rows_before` answered by earlier runs, `rows_completed` and `rows_failed` of all that are
-    answered now; a row of which one sample fails has failed. `unique_prompt_tokens`: the fewest that had to be computed; `computed_prompt_tokens`: those that were.
+    answered now; a row of which one sample fails has failed. `too_many_errors` says why a run gave up. `unique_prompt_tokens`: the fewest
+    that had to be computed; `computed_prompt_tokens`: those that were.
     """
 
     name: str
@@ -106,10 +111,13 @@ class RunSummary:
     kernels: str
     model: str
     tiers: TierReport | None
+    too_many_errors: str | None = None
 
     @property
     def exit_code(self) -> int:
-        """0: every row completed; 1: none did; 3: some carry errors; 130: stopped before the end."""
+        """0: every row completed; 3: some carry errors; 1: none did, or more failed than were allowed; 130: stopped before the end."""
+        if self.too_many_errors is not None:
+            return BatchLLMError.exit_code
         if not self.finished:
             return StoppedError.exit_code
         if self.rows_failed:
@@ -117,7 +125,25 @@ class RunSummary:
         return 0
 
 
-def run_job(job: Job, *, limit: int | None = None, observer: Observer | None = None) -> RunSummary:
+def summary_values(summary: RunSummary) -> dict[str, object]:
+    """The summary by name, `exit_code` among it; paths are texts, so that it is plain JSON."""
+    return {**dataclasses.asdict(summary), "output": str(summary.output), "exit_code": summary.exit_code}
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How much of a job a run takes, and when it gives up; none of it changes what a row says.
+
+    `limit`: the first rows only. `retry_errors`: rows that carry an error run again. `max_error_rate`, from 0 to 1: the run
+    gives up once it is certain that more of all rows carry an error, those of earlier runs among them.
+    """
+
+    limit: int | None = None
+    retry_errors: bool = False
+    max_error_rate: float | None = None
+
+
+def run_job(job: Job, *, options: RunOptions | None = None, observer: Observer | None = None) -> RunSummary:
     """Runs what is left of `job` and returns what happened.
 
     Raises JobError, InputError, ModelError or OutputError where the job cannot run, RunLockedError where another run is at it.
@@ -125,7 +151,7 @@ def run_job(job: Job, *, limit: int | None = None, observer: Observer | None = N
     observer = observer or Observer()
     started_at = time.monotonic()
     with OutputFolder(job.output.path) as output:
-        run = _Run(job, limit=limit, observer=observer, output=output, started_at=started_at)
+        run = _Run(job, options=options or RunOptions(), observer=observer, output=output, started_at=started_at)
         return run.execute_recorded()
 
 
@@ -133,10 +159,10 @@ class _Run:
     """The stages of one run, in order; owns nothing that outlives `execute`."""
 
     def __init__(
-        self, job: Job, *, limit: int | None, observer: Observer, output: OutputFolder, started_at: float
+        self, job: Job, *, options: RunOptions, observer: Observer, output: OutputFolder, started_at: float
     ) -> None:
         self._job = job
-        self._limit = limit
+        self._options = options
         self._observer = observer
         self._output = output
         self._started_at = started_at
@@ -151,6 +177,7 @@ class _Run:
         self._rows_done = 0
         self._rows_total = 0
         self._decoder: Decoder | None = None
+        self._errors: ErrorCount | None = None
         self._record = RunRecord()
         self._engine_facts: EngineFacts | None = None
         self._generated_share: GeneratedShare | None = None
@@ -161,7 +188,7 @@ class _Run:
             self._output.path,
             run_id=self._output.run_id,
             job=job_as_yaml_values(self._job),
-            versions=versions(device=self._device, kernels=select_kernels(self._device).name),
+            versions=versions(self._device),
             name=self._job.name,
         )
         try:
@@ -173,7 +200,7 @@ class _Run:
             self._close(folder, status=status, summary=counts, error=str(error) or type(error).__name__)
             raise
         status = "finished" if summary.finished else "stopped"
-        self._close(folder, status=status, summary=asdict(summary) | {"exit_code": summary.exit_code})
+        self._close(folder, status=status, summary=summary_values(summary))
         return summary
 
     def _close(self, folder: RunFolder, *, status: str, summary: dict[str, Any], error: str | None = None) -> None:
@@ -188,7 +215,7 @@ class _Run:
 
     def execute(self) -> RunSummary:
         job, observer = self._job, self._observer
-        source_rows = open_input(job, spool_folder=self._output.staging, limit=self._limit)
+        source_rows = open_input(job, spool_folder=self._output.staging, limit=self._options.limit)
         source = resolve_model(job.model, base_folder=job.folder, say=observer.note)
         fingerprint = make_fingerprint(
             job=job.fingerprint_parts(),
@@ -197,20 +224,31 @@ class _Run:
             version=__version__,
         )
         done = self._output.resume(fingerprint=fingerprint, num_rows=source_rows.table.num_rows)
+        if self._options.retry_errors:
+            num_retried = self._output.drop_error_rows(below=source_rows.num_rows)
+            if num_retried:
+                observer.note(f"{num_retried} rows that carry an error run again")
+                done = self._output.resume(fingerprint=fingerprint, num_rows=source_rows.table.num_rows)
         done = done[: source_rows.num_rows]
         self._rows_total = source_rows.num_rows
+        if self._options.max_error_rate is not None:
+            self._errors = ErrorCount(
+                rate=self._options.max_error_rate,
+                num_rows=source_rows.num_rows,
+                num_failed=num_failed(self._output.path, below=source_rows.num_rows),
+            )
         self._rows_before = self._rows_done = int(done.sum())
         if self._rows_before:
             observer.note(f"{self._rows_before} of {source_rows.num_rows} rows are done already")
-        finished = True
-        if not done.all():
+        finished = bool(done.all())
+        if not finished and not self._gives_up():
             tokenizer = load_tokenizer(source)
             staging = Staging.create(self._output.staging, input=source_rows, done=done)
             stages = RunStages(job, input=source_rows, staging=staging, folder=self._output.staging)
             schema = completion_schema(
                 [*source_rows.carried, *stages.completion_fields],
                 with_token_ids=job.output.token_ids,
-                with_logprobs=stages.jobs[-1].sampling.logprobs is not None,
+                with_logprobs=stages.jobs[-1].sampling.logprobs is not None or source_rows.holds_requests,
             )
             writer = OutputWriter(self._output, schema=schema, kept=stages.cells, model=source.name)
             try:
@@ -224,6 +262,8 @@ class _Run:
                     writer.close()
                 finally:
                     stages.close()
+        if source_rows.holds_requests:
+            write_batch_files(self._output.path, staging=self._output.staging, tokens=lambda: load_tokenizer(source))
         return self._summary(source_rows, source.name, finished)
 
     def _run_stage(self, stage: Stage, source: Any, tokenizer: Tokenizer, writer: OutputWriter) -> bool:
@@ -232,19 +272,21 @@ class _Run:
         if stage.name is not None:
             observer.note(f"stage {stage.name}")
         context = read_config(source).max_context
+        should_stop = self._should_stop
         errors = stage_prompts(
             stage.job,
             input=stage.input,
             tokenizer=tokenizer,
             staging=stage.staging,
             max_context=context,
-            should_stop=observer.should_stop,
+            should_stop=should_stop,
             history=stage.history,
         )
         for error in errors:
             writer.add_error(error.row_index, stage.named(error.message))
+            self._count_failed(error.row_index)
             self._rows_done += 1
-        if observer.should_stop():
+        if should_stop():
             return False
         store = stage.staging.store
         if store.num_prompts == 0:
@@ -260,7 +302,7 @@ class _Run:
             f"{store.num_prompts} prompts, {plan.total_prompt_tokens} prompt tokens, "
             f"{plan.unique_prompt_tokens} to compute ({plan.reuse_ceiling:.0%} shared)"
         )
-        if observer.should_stop():
+        if should_stop():
             return False
         if self._decoder is None:
             self._decoder = self._load(source)
@@ -270,6 +312,10 @@ class _Run:
             # Promises and rates are those of one plan; a job with stages has several.
             self._note_plan(plan, store, engine=engine, model=source.name, tokenizer=tokenizer)
             self._generated_share = share
+        tier_use = TierUse(
+            block_bytes=kv_shape(self._decoder).block_bytes(engine.config.block_size), started_at=self._started_at
+        )
+        self._record.tiers = tier_use.columns
         samples = _samples_by_row(store)
         missing = dict(samples)
         tracker = _ProgressTracker(plan, rows_total=self._rows_total, rows_before=self._rows_before)
@@ -280,6 +326,7 @@ class _Run:
                 share.add(completion)
                 if completion.error is not None:
                     completion.error = stage.named(completion.error)
+                    self._count_failed(row)
                 elif not stage.is_last:
                     stage.keep(completion, tokenizer)
                     continue
@@ -287,15 +334,26 @@ class _Run:
                 if row in missing:
                     missing[row] -= 1
                 self._rows_done += missing.get(row, 0) == 0
+            tier_use.sample(engine)
             observer.progress(tracker.advance(engine, rows_done=self._rows_done))
 
         try:
-            return engine.run(deliver=deliver, should_stop=observer.should_stop)
+            return engine.run(deliver=deliver, should_stop=should_stop)
         finally:
             self._metrics = self._metrics.plus(engine.metrics)
             engine.close()
             if engine.mover is not None:
                 self._tiers = report_tiers(engine.mover, engine.metrics)
+
+    def _should_stop(self) -> bool:
+        return self._gives_up() or self._observer.should_stop()
+
+    def _gives_up(self) -> bool:
+        return self._errors is not None and self._errors.is_too_high
+
+    def _count_failed(self, row_index: int) -> None:
+        if self._errors is not None:
+            self._errors.add(row_index)
 
     def _load(self, source: Any) -> Decoder:
         load_started_at = time.monotonic()
@@ -402,6 +460,7 @@ class _Run:
             dtype=dtype_name(self._dtype),
             kernels=self._kernels,
             model=model,
+            too_many_errors=self._errors.reason if self._errors is not None else None,
             tiers=self._tiers,
         )
 

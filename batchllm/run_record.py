@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ import torch
 
 from batchllm import __version__
 from batchllm.data.run_folder import RecordedRun, runs_of_job
-from batchllm.engine.engine import EngineConfig
+from batchllm.data.run_views import TIER_COLUMNS
+from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.pool import KvShape
 from batchllm.errors import JobError
 from batchllm.job import Job
@@ -28,6 +30,17 @@ from batchllm.plan.plan import Plan
 from batchllm.plan.rates import ObservedRates, fit_steps, observed_rates
 from batchllm.plan.store import PromptStore
 from batchllm.prompt import Completion
+from batchllm.storage.tier import TierCounters
+
+_TIER_INTERVAL_S = 1.0
+
+
+def existing_folder(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    folder = folder.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
 
 
 def device_for(name: str) -> torch.device:
@@ -49,7 +62,7 @@ def job_as_yaml_values(job: Job) -> dict[str, Any]:
     return {**job.model_dump(mode="json", by_alias=True), "date": job.date.isoformat(), "folder": str(job.folder)}
 
 
-def versions(*, device: torch.device, kernels: str) -> dict[str, Any]:
+def versions(device: torch.device) -> dict[str, Any]:
     """What ran: programs, libraries, machine."""
     on_gpu = device.type == "cuda"
     return {
@@ -64,7 +77,6 @@ def versions(*, device: torch.device, kernels: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "host": platform.node(),
         "device": torch.cuda.get_device_name(device) if on_gpu else f"cpu ({platform.machine()})",
-        "kernels": kernels,
         "threads": torch.get_num_threads(),
         "num_cpus": os.cpu_count(),
         "command": sys.argv,
@@ -112,6 +124,41 @@ class EngineFacts:
         """What `plan.json` holds: the explanation, and the engine it was made for."""
         engine = asdict(self.config) | {"block_bytes": self.block_bytes}
         return {"explanation": explanation.to_json(), "engine": engine}
+
+
+class TierUse:
+    """What each tier holds over time, for `tiers.parquet`; one moment a second at most."""
+
+    def __init__(self, *, block_bytes: int, started_at: float) -> None:
+        self.columns: dict[str, list[Any]] = {name: [] for name in TIER_COLUMNS if name != "run_id"}
+        self._block_bytes = block_bytes
+        self._started_at = started_at
+        self._next_at = 0.0
+
+    def sample(self, engine: Engine) -> None:
+        """Notes the device and every tier under it, if a second has gone by and there is a tier."""
+        now = time.monotonic()
+        if engine.mover is None or now < self._next_at:
+            return
+        self._next_at = now + _TIER_INTERVAL_S
+        pool, store = engine.scheduler.pool, engine.mover.store
+        self._add(now, "device", held=pool.num_used, slots=pool.num_blocks, counters=None)
+        for name, tier in (("host", store.host), ("disk", store.disk)):
+            if tier is not None and tier.num_slots:
+                held = tier.num_slots - tier.num_free
+                self._add(now, name, held=held, slots=tier.num_slots, counters=tier.counters)
+
+    def _add(self, now: float, tier: str, *, held: int, slots: int, counters: TierCounters | None) -> None:
+        values = {
+            "start_s": now - self._started_at,
+            "tier": tier,
+            "used_bytes": held * self._block_bytes,
+            "capacity_bytes": slots * self._block_bytes,
+            "read_bytes": counters.bytes_out if counters is not None else 0,
+            "written_bytes": counters.bytes_in if counters is not None else 0,
+        }
+        for name, column in self.columns.items():
+            column.append(values[name])
 
 
 class GeneratedShare:

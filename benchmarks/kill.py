@@ -2,8 +2,8 @@
 
     python benchmarks/kill.py jobs/classify.yaml [--kills 30] [--seed 0] [-- --set model=… --set engine.dtype=fp32]
 
-The job first runs undisturbed, then again into another folder, where every run is killed at a random moment of its remaining time,
-its start included. Meanwhile DuckDB reads the parts over and over: each read must work, and no row may be there twice or vanish.
+The job first runs undisturbed. Then it runs into other folders, where each run is killed at a random moment of that time, its start
+included; when one comes to its end before its moment, the job starts anew in the next folder, until so many are killed. Meanwhile DuckDB reads the parts over and over: each read must work, and no row may be there twice or vanish.
 What stands behind `--` goes to `batchllm run`. The last line is one JSON object; the exit code is 1 where something differs.
 """
 
@@ -85,6 +85,24 @@ class Reader:
             self.num_reads, self.num_rows = self.num_reads + 1, num_rows
 
 
+def kill_until_done(
+    arguments: argparse.Namespace, output: Path, *, moments: random.Random, seconds: float, most: int
+) -> int:
+    """Starts and kills runs of one job until one ends by itself or `most` are killed; how many were killed."""
+    for num_killed in range(most):
+        process = start(arguments.job, output, arguments.options)
+        moment = moments.uniform(0, seconds)
+        try:
+            process.communicate(timeout=moment)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            print(f"{output.name}: killed after {moment:.1f} s", file=sys.stderr)
+        else:
+            return num_killed
+    return most
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("job", type=Path)
@@ -94,33 +112,28 @@ def main() -> None:
     arguments = parser.parse_args()
     moments = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as name:
-        whole, cut = Path(name) / "whole", Path(name) / "cut"
+        whole = Path(name) / "whole"
         seconds = finish(arguments.job, whole, arguments.options)
-        reader = Reader(cut)
-        num_killed, left_s = 0, seconds
-        for number in range(arguments.kills):
-            process = start(arguments.job, cut, arguments.options)
-            started_at = time.monotonic()
-            moment = moments.uniform(0, left_s)
-            try:
-                process.communicate(timeout=moment)
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
-                process.communicate()
-                num_killed += 1
-            print(f"{number + 1}: {time.monotonic() - started_at:.1f} s, {reader.num_rows} rows", file=sys.stderr)
-        finish(arguments.job, cut, arguments.options)
-        reader.stop()
-        num_different = difference(whole, cut)
+        tally = {"kills": 0, "jobs": 0, "reads": 0, "rows_different": 0}
+        faults: list[str] = []
+        while tally["kills"] < arguments.kills:
+            cut = Path(name) / f"cut-{tally['jobs']}"
+            reader = Reader(cut)
+            left = arguments.kills - tally["kills"]
+            tally["kills"] += kill_until_done(arguments, cut, moments=moments, seconds=seconds, most=left)
+            finish(arguments.job, cut, arguments.options)
+            reader.stop()
+            faults += reader.faults
+            tally["jobs"] += 1
+            tally["reads"] += reader.num_reads
+            tally["rows_different"] += difference(whole, cut)
     result = {
         "benchmark": "kill",
         "undisturbed_s": round(seconds, 1),
-        "kills": num_killed,
-        "reads": reader.num_reads,
+        **tally,
         "rows": reader.num_rows,
-        "faults": reader.faults[:5],
-        "rows_different": num_different,
-        "ok": not reader.faults and num_different == 0,
+        "faults": faults[:5],
+        "ok": not faults and tally["rows_different"] == 0,
     }
     print(json.dumps(result))
     sys.exit(0 if result["ok"] else 1)

@@ -75,13 +75,18 @@ def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     return _scaled_product(x, packed).to(x.dtype)
 
 
+def linear_logits(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """y in float32, the values that `linear_argmax` compares: a row must get the same token whichever of the two its batch needs.
+
+    The plain product rounds y to x's dtype on the way, as torch's does.
+    """
+    return (F.linear(x, packed.weight, packed.bias) if packed.scale is None else _scaled_product(x, packed)).float()
+
+
 def linear_argmax(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     """The index int64 [num_rows] of the largest of y's float32 values; the lowest index among equals."""
     # argmax leaves the choice among equals open, so the first maximum is found by comparison.
-    if packed.scale is None:
-        logits = F.linear(x, packed.weight, packed.bias).float()
-    else:
-        logits = _scaled_product(x, packed)
+    logits = linear_logits(x, packed)
     return (logits == logits.amax(dim=-1, keepdim=True)).to(torch.uint8).argmax(dim=-1)
 
 
@@ -273,6 +278,13 @@ def _launch_product(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor, *,
         arguments={**_product_arguments(x, packed, config), **ends},
         options=launch_options(config),
     )
+
+
+def linear_logits_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """`linear_logits` on a GPU: the float32 sums as they are, for any packed weight."""
+    out = torch.empty(x.shape[0], packed.out_size, dtype=torch.float32, device=x.device)
+    _launch_product(x, packed, out, add=False)
+    return out
 
 
 def linear_argmax_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:

@@ -152,6 +152,12 @@ def chat_model(make_chat_model: Callable[..., Path]) -> Path:
     return make_chat_model()
 
 
+@pytest.fixture(scope="session")
+def tiny_model(make_chat_model: Callable[..., Path]) -> Path:
+    """A chat model with a context of 512, half as wide."""
+    return make_chat_model(hidden_size=32, num_heads=2, num_kv_heads=1, max_context=512)
+
+
 @pytest.fixture
 def write_job(chat_model: Path) -> Callable[..., Path]:
     """A function (folder, columns, changed keys) -> job file over a Parquet table of these columns; fp32, 8 tokens a row."""

@@ -68,6 +68,7 @@ BAD_JOBS: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "no-such-model"}, 1, "no such file or folder"),
     ({"model": "../elsewhere"}, 1, "no such file or folder"),
     ({"engine": {"kv": {"device": "100"}}}, 2, "hold no block of"),
+    ({"engine": {"kv": {"device": "100TB"}}}, 2, "bytes are not to be had on cpu"),
     ({"output": {"path": "rows.parquet"}}, 1, "the output folder cannot be made"),
     ({"output": {"path": "."}}, 1, "holds rows.parquet, which is no part of a run"),
 ]
@@ -223,3 +224,40 @@ def test_public_files_that_are_broken_or_encrypted_end_in_one_line_without_a_tra
             wrong.append(f"{path.relative_to(folder)}: {result.code}: {errors[:1]} … {errors[-1:]}")
     assert wrong == []
     assert codes[1] > 10 and codes[0] > 5
+
+
+def test_damaged_input_files_are_one_line_and_a_damaged_part_is_named(
+    commands: Any, write_job: Callable[..., Path], tmp_path: Path
+) -> None:
+    job = write_job(tmp_path, {"text": [f"{row} {row * row}" for row in range(3000)]})
+    whole = (tmp_path / "rows.parquet").read_bytes()
+    for damaged in (whole[:2000] + bytes(2000) + whole[4000:], whole[:-20], whole[:100], b"", whole[20:]):
+        (tmp_path / "rows.parquet").write_bytes(damaged)
+        run_in_one_line(commands, "run", job, folder=tmp_path, code=1, says="rows.parquet: cannot be read")
+    (tmp_path / "rows.csv").write_bytes(b"text\n\xff\xfe\nok\n")
+    run_in_one_line(
+        commands, "run", job, "--set", "input.path=rows.csv", folder=tmp_path, code=1, says="input.path: Invalid Input"
+    )
+    (tmp_path / "rows.parquet").write_bytes(whole)
+    (tmp_path / "out" / "part-000000-x.parquet").write_bytes(b"rubbish")
+    run_in_one_line(commands, "run", job, folder=tmp_path, code=1, says="part-000000-x.parquet: cannot be read")
+    run_in_one_line(commands, "query", "select 1", job, folder=tmp_path, code=1, says="the results cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "recursion"),
+        ("{{ text.__class__.__mro__ }}", "unsafe"),
+        ("{% for i in range(99999999) %}x{% endfor %}", "range"),
+        ("{{ text.nothing.more }}", "nothing"),
+    ],
+)
+def test_a_template_that_fails_in_every_row_fails_the_rows_and_not_the_program(
+    commands: Any, write_job: Callable[..., Path], tmp_path: Path, template: str, says: str
+) -> None:
+    job = write_job(tmp_path, {"text": texts(3)}, prompt={"template": template})
+    result = commands.run("run", job, folder=tmp_path)
+    assert result.code == 1 and "Traceback" not in result.stderr
+    errors = [row["error"] for row in read_rows(tmp_path / "out")]
+    assert len(errors) == 3 and all(says in error.lower() for error in errors), errors

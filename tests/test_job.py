@@ -88,7 +88,7 @@ def test_overrides_replace_and_add_values(tmp_path: Path) -> None:
         ("temperature: 1e-5", "min_tokens: 50", "/job.yaml:9: sampling: min_tokens 50 is above max_tokens 32"),
         ("name: summarise", "name: summarise\nname: b", "/job.yaml:2: not valid YAML: the key 'name' is written twice"),
         ("model: smollm2-135m\n", "", "/job.yaml: model: is missing"),
-        ("keep: [title]", "sql: select 1", "/job.yaml:3: input: needs exactly one of path and sql"),
+        ("keep: [title]", "sql: select 1", "/job.yaml:3: input: needs exactly one of path, sql and openai_batch"),
         (
             "  template: |\n    Summarise: {{ text }}",
             "  raw: true",

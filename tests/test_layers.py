@@ -15,11 +15,12 @@ LAYERS = [
     ["ops"],
     ["models", "plan"],
     ["engine"],
-    ["job", "job_file", "data"],
+    ["job", "job_file", "job_schema", "data"],
     ["run_record", "run_stages"],
     ["run", "planning", "doctor"],
-    ["api"],
+    ["nightly", "api"],
     ["cli", "__init__"],
+    ["__main__"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

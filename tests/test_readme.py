@@ -97,11 +97,13 @@ def test_every_command_runs(commands: Any, project: Path, long_context_model: Pa
 def test_the_sql_reads_what_a_run_wrote(
     commands: Any, project: Path, long_context_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (sql,) = fenced("sql")
+    sql, runs_and_steps = fenced("sql")
     settings = ["--set", f"model={long_context_model}", "--set", "engine.dtype=fp32", "--set", "sampling.max_tokens=4"]
     result = commands.run("run", "jobs/summarise.yaml", *settings, "--date", TODAY.isoformat(), folder=project)
     assert result.code == 0, result.stderr
     monkeypatch.chdir(project)
+    for statement in runs_and_steps.strip().splitlines():
+        assert duckdb.connect().sql(statement).to_arrow_table().num_rows > 0, statement
     table = duckdb.connect().sql(sql).to_arrow_table()
     assert table.num_rows > 40
     assert table["row_index"].to_pylist() == list(range(table.num_rows))

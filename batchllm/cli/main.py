@@ -8,11 +8,15 @@ import traceback
 import click
 
 from batchllm import __version__
+from batchllm.cli.backfill import backfill
+from batchllm.cli.doctor import doctor
 from batchllm.cli.models import models
 from batchllm.cli.plan import plan
 from batchllm.cli.query import query
 from batchllm.cli.report import report
 from batchllm.cli.run import run
+from batchllm.cli.schedule import schedule
+from batchllm.cli.schema import schema
 from batchllm.errors import BatchLLMError
 
 
@@ -25,7 +29,7 @@ def cli(context: click.Context, debug: bool) -> None:
     context.obj = {"debug": debug}
 
 
-for command in (run, plan, report, query, models):
+for command in (run, plan, report, backfill, schedule, query, doctor, models, schema):
     cli.add_command(command)
 
 

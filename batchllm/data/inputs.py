@@ -11,6 +11,7 @@ import duckdb
 import pyarrow as pa
 
 from batchllm.data.earlier import STAGES_COLUMN, StageCompletions, stages_type, with_stages_column
+from batchllm.data.openai_input import CARRIED_COLUMNS, ID_COLUMN, spool_requests
 from batchllm.data.parquet_files import ParquetFiles, check_columns, find_files, open_files, read_batches
 from batchllm.data.schema import carried_fields, carried_type
 from batchllm.data.sections import InputSection, JobSections
@@ -26,6 +27,7 @@ class Input:
     `schema` is the input's own; `carried` are the fields that the output gets (`id`, then the kept columns).
     `fingerprint` says what must be the same on resume. `num_rows` is the number that this run takes (`--limit`).
     `earlier` are the stages whose completions the rows carry already.
+    `holds_requests`: the rows are those that `openai_input` makes of a batch file.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Input:
     fingerprint: dict[str, object]
     table: ParquetFiles
     earlier: tuple[StageCompletions, ...] = ()
+    holds_requests: bool = False
 
     @property
     def total_rows(self) -> int:
@@ -68,6 +71,8 @@ def open_input(job: JobSections, *, spool_folder: Path, limit: int | None = None
     while the job runs. Raises InputError (or JobError for a bad query), one line.
     """
     section = job.input
+    if section.openai_batch is not None:
+        return _open_requests(Path(section.openai_batch), spool_folder=spool_folder, limit=limit)
     name = "input.sql" if section.sql is not None else "input.path"
     is_spooled, table = _open_table(job, spool_folder=spool_folder, name=name)
     columns = needed_columns(job, schema=table.schema)
@@ -88,6 +93,24 @@ def open_input(job: JobSections, *, spool_folder: Path, limit: int | None = None
         num_rows=table.num_rows if limit is None else min(limit, table.num_rows),
         fingerprint=_spool_fingerprint(table) if is_spooled else _files_fingerprint(table),
         table=table,
+    )
+
+
+def _open_requests(path: Path, *, spool_folder: Path, limit: int | None) -> Input:
+    name = "input.openai_batch"
+    table = spool_requests(path, target=spool_folder / "input.parquet", name=name)
+    if table.num_rows == 0:
+        raise InputError(f"{name}: {path}: the file has no requests")
+    return Input(
+        name=name,
+        schema=table.schema,
+        columns=tuple(table.schema.names),
+        id_column=ID_COLUMN,
+        carried=(pa.field("id", pa.string()), *(table.schema.field(column) for column in CARRIED_COLUMNS)),
+        num_rows=table.num_rows if limit is None else min(limit, table.num_rows),
+        fingerprint=_spool_fingerprint(table),
+        table=table,
+        holds_requests=True,
     )
 
 

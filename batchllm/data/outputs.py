@@ -23,6 +23,7 @@ from batchllm.data.parts import (
     STAGING_PREFIX,
     check_fingerprint,
     clear_leftovers,
+    drop_error_rows,
     part_name,
     read_done_rows,
     visible_parts,
@@ -74,6 +75,10 @@ class OutputFolder:
         for part in parts:
             check_fingerprint(part, expected=fingerprint)
         return read_done_rows(parts, num_rows=num_rows)
+
+    def drop_error_rows(self, *, below: int) -> int:
+        """Takes error rows with an index under `below` out of the parts; returns how many. Call it after `resume`."""
+        return sum(drop_error_rows(part, below=below) for part in visible_parts(self.path))
 
     def next_part_number(self) -> int:
         """One above the highest visible part."""

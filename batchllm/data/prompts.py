@@ -6,6 +6,7 @@ Each prompt is tokenised whole, in batches on all cores. A row that cannot be ru
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,15 @@ import pyarrow as pa
 from batchllm.data.cells import BadCell, carried_column, python_cells
 from batchllm.data.inputs import Input
 from batchllm.data.kept import KeptRows
+from batchllm.data.openai_bodies import SERVICE_DEFAULTS
+from batchllm.data.openai_input import SAMPLING_COLUMN
 from batchllm.data.rendering import History, PromptRenderer, PromptTokenizer
-from batchllm.data.sections import JobSections, SamplingSection
+from batchllm.data.sections import JobSections, SamplingSection, request_params
 from batchllm.errors import OutputError
 from batchllm.plan.store import PromptStore
 from batchllm.prompt import Grammar, SamplingParams
+
+_MAX_SEEN = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,12 @@ def stage_prompts(
     renderer = PromptRenderer(job, input=input, tokenizer=tokenizer, history=history)
     limit = max_context - 1 if job.prompt.max_prompt_tokens is None else job.prompt.max_prompt_tokens
     limit = min(limit, max_context - 1)
-    sampling = _RowSampling(job.sampling, store=staging.store, grammar=job.output.grammar())
+    grammar = job.output.grammar()
+    sampling = (
+        _RequestSampling(job.sampling, store=staging.store, grammar=grammar)
+        if input.holds_requests
+        else _RowSampling(job.sampling, store=staging.store, grammar=grammar)
+    )
     row_index = 0
     try:
         for batch in input.batches():
@@ -187,7 +197,7 @@ class _RowSampling:
             values = {name: column[place] for name, column in cells.items()}
             key = repr(values)
             if key not in self._seen:
-                if len(self._seen) > 100_000:
+                if len(self._seen) > _MAX_SEEN:
                     self._seen.clear()
                 self._seen[key] = self._check(values)
             number = self._seen[key]
@@ -207,4 +217,40 @@ class _RowSampling:
             return str(error)
 
     def _number(self, params: SamplingParams) -> int:
+        return self._store.intern_sampling(dataclasses.replace(params, grammar=self._grammar))
+
+
+class _RequestSampling:
+    """The sampling of each request of a batch file as a number of the store; equal ones are checked once."""
+
+    def __init__(self, section: SamplingSection, *, store: PromptStore, grammar: Grammar | None) -> None:
+        self._section = section
+        self._store = store
+        self._grammar = grammar
+        self._seen: dict[tuple[str, str], int | str] = {}
+
+    def ids(self, batch: pa.RecordBatch, *, todo: np.ndarray, errors: dict[int, str]) -> dict[int, int]:
+        urls = batch.column("request_url").to_pylist()
+        texts = batch.column(SAMPLING_COLUMN).to_pylist()
+        found: dict[int, int] = {}
+        for place in np.flatnonzero(todo).tolist():
+            if place in errors:
+                continue
+            key = (urls[place], texts[place])
+            if key not in self._seen:
+                if len(self._seen) > _MAX_SEEN:
+                    self._seen.clear()
+                self._seen[key] = self._check(*key)
+            number = self._seen[key]
+            if isinstance(number, str):
+                errors[place] = number
+            else:
+                found[place] = number
+        return found
+
+    def _check(self, url: str, text: str) -> int | str:
+        try:
+            params = request_params(self._section, defaults=SERVICE_DEFAULTS[url], values=json.loads(text))
+        except ValueError as error:
+            return str(error)
         return self._store.intern_sampling(dataclasses.replace(params, grammar=self._grammar))

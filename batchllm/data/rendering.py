@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from batchllm.data.cells import BadCell, python_cells
 from batchllm.data.control_tokens import ControlTokens, Segment, free_plane, unshield
 from batchllm.data.earlier import STAGES_COLUMN
 from batchllm.data.inputs import Input
+from batchllm.data.openai_input import ERROR_COLUMN, REQUEST_COLUMN
 from batchllm.data.sections import JobSections, PromptSection
 from batchllm.data.templates import compile_chat_template, compile_template, null_cell, template_columns
 from batchllm.errors import JobError, ModelError
@@ -36,11 +38,13 @@ class PromptTokenizer(Protocol):
 class RenderedPrompt:
     """The final text of a row. `plane` is set where data was shielded (see `control_tokens`).
 
+    `is_raw`: no chat template was used, so a BOS that the model wants is not in it.
     `prefix`: tokens that stand before those of the text, where a conversation goes on.
     """
 
     text: str
     plane: int | None
+    is_raw: bool = False
     prefix: np.ndarray | None = None
 
 
@@ -110,13 +114,17 @@ class PromptRenderer:
         self._template = self._compiled(prompt.template, key="prompt.template")
         self._system = self._compiled(prompt.system, key="prompt.system")
         self._sources = [text for text in (prompt.template, prompt.system) if text is not None]
-        self._columns = _rendered_columns(prompt, input=input)
+        self._holds_requests = input.holds_requests
+        self._columns = (
+            [ERROR_COLUMN, REQUEST_COLUMN] if input.holds_requests else _rendered_columns(prompt, input=input)
+        )
         if self._previous is not None:
             self._sources += self._previous._sources
             self._columns = list(dict.fromkeys([*self._columns, *self._previous._columns, STAGES_COLUMN]))
         self._chat: jinja2.Template | None = None
         self._names: dict[str, str] = {}
-        if not prompt.raw:
+        # Requests may all be raw prompts, which a model without a chat template can run.
+        if not prompt.raw and not (input.holds_requests and tokenizer.chat_template is None):
             self._chat = _compiled_chat(tokenizer, date=job.date)
             texts = {token_id: text for text, token_id in tokenizer.special_tokens.items()}
             named = {"bos_token": tokenizer.bos_id, "eos_token": min(tokenizer.eos_ids, default=None)}
@@ -160,8 +168,9 @@ class PromptRenderer:
             if isinstance(value, BadCell):
                 raise value
         row = _Row(cells, sources=self._sources)
-        if self._chat is None:
-            return RenderedPrompt(self._user_text(row), row.plane)
+        raw = self._raw_text(row)
+        if raw is not None:
+            return RenderedPrompt(raw, row.plane, is_raw=True)
         messages = self._conversation(row)
         text = self._chat_text(messages)
         if self._previous is not None and self._history is not None and row.plane is None:
@@ -171,6 +180,17 @@ class PromptRenderer:
             if spoken is not None and text.startswith(head):
                 return RenderedPrompt(text[len(head) :], None, prefix=spoken)
         return RenderedPrompt(text, row.plane)
+
+    def _raw_text(self, row: _Row) -> str | None:
+        """The prompt of a row that takes no chat template; None for a conversation."""
+        if not self._holds_requests:
+            return self._user_text(row) if self._chat is None else None
+        request = _request(row.cells)
+        if "messages" not in request:
+            return str(self._shielded(request["prompt"], row))
+        if self._chat is None:
+            raise BadCell("the model has no chat template; only /v1/completions can be run with it")
+        return None
 
     def _user_text(self, row: _Row) -> str:
         assert self._template is not None
@@ -185,8 +205,11 @@ class PromptRenderer:
             answer = self._shielded(row.cells[STAGES_COLUMN][self._history.names[-1]], row)
             said = {"role": "assistant", "content": answer}
             return [*self._previous._conversation(row), said, {"role": "user", "content": self._user_text(row)}]
-        if self._template is not None:
-            messages: list[dict[str, Any]] = [{"role": "user", "content": self._user_text(row)}]
+        messages: list[dict[str, Any]]
+        if self._holds_requests:
+            messages = self._shielded(_request(row.cells)["messages"], row)
+        elif self._template is not None:
+            messages = [{"role": "user", "content": self._user_text(row)}]
         else:
             assert self._prompt.messages is not None
             column = self._prompt.messages
@@ -258,8 +281,9 @@ class PromptRenderer:
         for place, rendered in texts.items():
             if rendered.prefix is not None:
                 found[place] = np.concatenate([rendered.prefix, found[place]])
-        if self._prompt.raw and self._tokenizer.add_bos and self._tokenizer.bos_id is not None:
-            found = {place: _with_bos(ids, self._tokenizer.bos_id) for place, ids in found.items()}
+        bos_id = self._tokenizer.bos_id
+        if self._tokenizer.add_bos and bos_id is not None:
+            found = {place: _with_bos(ids, bos_id) if texts[place].is_raw else ids for place, ids in found.items()}
         return found
 
     def _encode_segments(self, segments: dict[int, list[Segment]]) -> dict[int, np.ndarray]:
@@ -280,6 +304,14 @@ def _with_bos(ids: np.ndarray, bos_id: int) -> np.ndarray:
     if len(ids) == 0 or ids[0] == bos_id:
         return ids
     return np.concatenate([np.array([bos_id], dtype=np.int32), ids])
+
+
+def _request(cells: dict[str, Any]) -> dict[str, Any]:
+    """`messages` or `prompt` of a batch file's line. Raises BadCell for a line that cannot be run."""
+    if cells[ERROR_COLUMN] is not None:
+        raise BadCell(cells[ERROR_COLUMN])
+    request: dict[str, Any] = json.loads(cells[REQUEST_COLUMN])
+    return request
 
 
 def _messages(value: Any, *, column: str) -> list[dict[str, Any]]:

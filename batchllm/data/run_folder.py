@@ -53,6 +53,7 @@ class RunFolder:
     ) -> None:
         """Writes what is known at the start. Raises OutputError."""
         self.path = output / RUNS_FOLDER / run_id
+        self._versions = dict(versions)
         self._summary: dict[str, Any] = {"run_id": run_id, "name": name, "status": "running", "started": _now()}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -66,6 +67,7 @@ class RunFolder:
         """Writes how the run ended; the summary last, so that whoever sees its status finds the rest. Raises OutputError."""
         self._summary |= {**summary, "status": status, "error": error, "ended": _now()}
         try:
+            self._write("versions.json", _json(self._versions | {"kernels": summary.get("kernels", "none")}))
             if record.plan is not None:
                 self._write("plan.json", _json(record.plan))
             if record.rates is not None:

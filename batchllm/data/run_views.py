@@ -38,6 +38,7 @@ RUN_COLUMNS = {
     "dtype": "VARCHAR",
     "kernels": "VARCHAR",
     "model": "VARCHAR",
+    "tiers": "JSON",
 }
 """Columns of `runs`: the keys of summary.json. A run that failed early, or still runs, has NULL where it has no figure."""
 

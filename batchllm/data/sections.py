@@ -22,6 +22,7 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
 
@@ -43,20 +44,28 @@ class ColumnName(Section):
 
 
 class InputSection(Section):
-    """Where the rows come from. `path` is absolute once the job is loaded; `sql` reads files from the job's folder.
+    """Where the rows come from. Paths are absolute once the job is loaded; `sql` reads files from the job's folder.
 
-    A job file names one of them; a job made in Python may be given its rows when it runs.
+    `openai_batch` is a file of requests, which bring their own prompts, ids and sampling. A job file names one of the
+    three; a job made in Python may be given its rows when it runs.
     """
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": [key]} for key in ("path", "sql", "openai_batch")]}
+    )
 
     path: Annotated[str, Field(min_length=1)] | None = None
     sql: Annotated[str, Field(min_length=1)] | None = None
+    openai_batch: Annotated[str, Field(min_length=1)] | None = None
     id: Annotated[str, Field(min_length=1)] | None = None
     keep: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
     @model_validator(mode="after")
     def _one_source(self) -> InputSection:
-        if self.path is not None and self.sql is not None:
-            raise ValueError("needs exactly one of path and sql")
+        if sum(source is not None for source in (self.path, self.sql, self.openai_batch)) > 1:
+            raise ValueError("needs exactly one of path, sql and openai_batch")
+        if self.openai_batch is not None and (self.id is not None or self.keep):
+            raise ValueError("a batch file has no columns, so there is no id and nothing to keep; the id is custom_id")
         if len(set(self.keep)) != len(self.keep):
             raise ValueError("keep names a column twice")
         return self
@@ -79,7 +88,8 @@ class PromptSection(Section):
 
     Text from cells is data: a control-token string in a cell (`<|im_end|>`) is encoded as plain text unless
     `allow_control_tokens`. A prompt above `max_prompt_tokens` (default: what the model's context leaves) is an error
-    row, or is cut at its left or right end when `truncate` says so.
+    row, or is cut at its left or right end when `truncate` says so. The requests of a batch file need none of this but
+    may be given `allow_control_tokens`, `max_prompt_tokens` and `truncate`.
 
     `continue: true`, in a later stage: the template's text is the next user turn of the previous stage's conversation.
     """
@@ -229,6 +239,24 @@ _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 _Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
+_Strings = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    Field(strict=False),
+    BeforeValidator(_stop_strings),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}
+    ),
+]
+_Biases = Annotated[
+    tuple[tuple[int, float], ...],
+    Field(strict=False),
+    BeforeValidator(_bias_pairs),
+    WithJsonSchema(
+        {"type": "object", "additionalProperties": {"type": "number"}, "propertyNames": {"pattern": "^[0-9]+$"}}
+    ),
+]
+
+
 class SamplingSection(Section):
     """How completions are sampled: the fields of `SamplingParams`, each a value or `{column: name}`.
 
@@ -244,13 +272,11 @@ class SamplingSection(Section):
     repetition_penalty: PerRow[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = 1.0
     presence_penalty: PerRow[_Penalty] = 0.0
     frequency_penalty: PerRow[_Penalty] = 0.0
-    logit_bias: PerRow[Annotated[tuple[tuple[int, float], ...], Field(strict=False), BeforeValidator(_bias_pairs)]] = ()
+    logit_bias: PerRow[_Biases] = ()
     seed: PerRow[_Seed | None] = None
     n: PerRow[Annotated[int, Field(ge=1, le=1024)]] = 1
     logprobs: PerRow[Annotated[int, Field(ge=0, le=20)] | None] = None
-    stop: PerRow[
-        Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), BeforeValidator(_stop_strings)]
-    ] = ()
+    stop: PerRow[_Strings] = ()
     stop_token_ids: PerRow[_TokenIds] = ()
     ignore_eos: PerRow[bool] = False
 
@@ -291,6 +317,22 @@ class SamplingSection(Section):
             text = first["msg"].removeprefix("Value error, ")
             raise ValueError(f"column {columns.get(name, name)!r} as sampling.{name}: {text}") from None
         return SamplingParams(**{name: getattr(row, name) for name in type(row).model_fields})
+
+
+def request_params(
+    section: SamplingSection, *, defaults: Mapping[str, object], values: Mapping[str, object]
+) -> SamplingParams:
+    """The sampling of a request: what it sets itself, else what the job's file sets, else `defaults`.
+
+    Raises ValueError, one line, where these do not go together.
+    """
+    written = {name: getattr(section, name) for name in section.model_fields_set}
+    try:
+        row = SamplingSection.model_validate({**defaults, **written, **values})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(": ".join([*map(str, first["loc"][:1]), describe(first)])) from None
+    return row.params()
 
 
 _WHOLE_FIELDS = frozenset({"max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs"})

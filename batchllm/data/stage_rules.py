@@ -1,4 +1,4 @@
-"""What the stages of a job must be for each other; each message begins with the key that it is about."""
+"""What the sections of a job must be for each other; each message begins with the key that it is about."""
 
 from __future__ import annotations
 
@@ -17,6 +17,18 @@ def check_prompt(prompt: PromptSection, *, at: str, is_first: bool = True) -> No
         raise ValueError(f"{at}: needs exactly one of template and messages")
     if prompt.continues and is_first:
         raise ValueError(f"{at}: continue needs an earlier stage, whose conversation goes on")
+
+
+def check_requests(*, prompt: PromptSection, sampling: SamplingSection, stages: Sequence[StageSection]) -> None:
+    """Raises ValueError for what a batch file of requests brings itself."""
+    if stages:
+        raise ValueError("stages: have no place with input.openai_batch; its requests bring their prompts")
+    for key, name in (("template",) * 2, ("messages",) * 2, ("system",) * 2, ("raw",) * 2, ("continue", "continues")):
+        if getattr(prompt, name):
+            raise ValueError(f"prompt: {key} has no place with input.openai_batch; its requests bring their prompts")
+    columns = sampling.columns()
+    if columns:
+        raise ValueError(f"sampling: {next(iter(columns))} cannot name a column: a batch file has none")
 
 
 def check_stages(

@@ -69,7 +69,7 @@ def measure_rates(
         _RandomWeights(few),
         dtype=dtype,
         device=device,
-        kernels=select_kernels(device),
+        kernels=select_kernels(device, head_dim=config.head_dim),
         fingerprint="",
     )
     bench = _Bench(decoder, max_sequences=max_sequences, layer_scale=config.num_layers / num_layers)

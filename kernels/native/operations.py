@@ -15,7 +15,7 @@ from batchllm.kernels.native.library import Library, load
 from batchllm.kernels.native.memory import advise_huge_pages
 
 _DATA_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-_STORE, _ADD, _SILU_MUL, _, _ARGMAX = range(5)
+_STORE, _ADD, _SILU_MUL, _, _ARGMAX, _STORE_FLOAT = range(6)
 MAX_HEAD_DIM = 256
 
 
@@ -222,6 +222,10 @@ def _linear_arguments(x: torch.Tensor, packed: NativeLinear, out: torch.Tensor) 
 
 def linear(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
     return _run_linear(x, packed, x.new_empty(x.shape[0], packed.out_size), _STORE)
+
+
+def linear_logits(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
+    return _run_linear(x, packed, torch.empty(x.shape[0], packed.out_size), _STORE_FLOAT)
 
 
 def linear_argmax(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import pytest
 import tokenizers
 import torch
 from safetensors.torch import save_file
+
+from batchllm.cli.main import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HIDDEN, LAYERS, HEADS, KV_HEADS, INNER, VOCABULARY = 32, 2, 4, 2, 64, 258
@@ -124,3 +128,49 @@ def finished_job(tmp_path_factory: pytest.TempPathFactory, write_job: Callable[.
         done = run_cli("run", job, "--date", date, "--json")
         assert done.returncode == 3, done.stderr
     return job
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    exit_code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def batchllm(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ended]]:
+    """Runs `batchllm ARGUMENTS` in this process, which imports torch only once."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def run(*arguments: str | Path) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["batchllm", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Ended(ended.value.code, out, err)
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def write_texts_job(tmp_path: Path, tiny_model: Path) -> Callable[..., Path]:
+    """A job of raw prompts over texts; a None is a row that cannot be run. `more` is added to the job file."""
+
+    def write(texts: list[str | None], *, more: str = "", output: str = "out/{{ date }}") -> Path:
+        pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), tmp_path / "rows.parquet")
+        job = tmp_path / "job.yaml"
+        job.write_text(
+            f"name: t\nmodel: {tiny_model}\ninput: {{path: rows.parquet}}\n"
+            'prompt: {raw: true, template: "{{ text }}"}\n'
+            "sampling: {max_tokens: 4, ignore_eos: true}\n"
+            f"output: {{path: '{output}'}}\nengine: {{device: cpu, dtype: fp32}}\n{more}"
+        )
+        return job
+
+    return write

@@ -32,7 +32,7 @@ def test_a_finished_run_leaves_job_versions_summary_plan_rates_and_steps(finishe
         "versions.json",
     ]
     assert run.summary["status"] == "finished" and run.summary["exit_code"] == 3
-    assert run.versions is not None and run.versions["kernels"] in ("native", "reference")
+    assert run.versions is not None and run.versions["kernels"] == run.summary["kernels"] != "none"
     job = yaml.safe_load((run.path / "job.yaml").read_text())
     assert job["date"] == "2026-11-29" and job["sampling"]["temperature"] == 0.0
     steps = pq.read_table(run.path / "steps.parquet")
@@ -84,3 +84,24 @@ def test_every_figure_of_a_summary_is_a_column_of_the_runs_view(finished_job: Pa
     assert set(run.summary) == set(RUN_COLUMNS)
     assert set(STEP_COLUMNS) == {"run_id", "step", *LOGGED_COLUMNS}
     assert json.loads((run.path / "summary.json").read_text())["num_rows"] == 40
+
+
+def test_a_run_with_a_host_tier_logs_what_each_tier_held(
+    tmp_path: Path, write_job: Callable[..., Path], run_cli: Callable[..., object]
+) -> None:
+    rows = [{"text": f"{number} " * 40} for number in range(12)]
+    kv = {"device": "40KB", "host": "1MB"}
+    job = write_job(
+        tmp_path, rows, output={"path": "out"}, engine={"device": "cpu", "dtype": "fp32", "kv": kv, "max_sequences": 4}
+    )
+    assert run_cli("run", job).returncode == 0  # type: ignore[attr-defined]
+    sql = "select tier, max(used_bytes) <= max(capacity_bytes) as fits, min(start_s) > 0 as later from tiers group by 1 order by 1"
+    done = run_cli("query", sql, job, "--json")
+    assert json.loads(done.stdout) == [  # type: ignore[attr-defined]
+        {"tier": "device", "fits": True, "later": True},
+        {"tier": "host", "fits": True, "later": True},
+    ]
+    assert run_cli("report", job).returncode == 0  # type: ignore[attr-defined]
+    plan = run_cli("plan", job, "--json")
+    tiers = json.loads(plan.stdout)["prediction"]["tiers"]  # type: ignore[attr-defined]
+    assert [tier["name"] for tier in tiers] == ["device", "host"]

@@ -24,7 +24,7 @@ from batchllm.kernels.attention import CHUNK, AttentionPlan
 from batchllm.kernels.native import library as native_library
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CHILD_TIMEOUT_S = 280
+CHILD_TIMEOUT_S = 900
 
 # The inputs and float64 answers that the GPU benchmark checks with as well.
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -251,6 +251,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "triton: needs Triton kernels to run; without a GPU it runs in their interpreter"
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The first of them waits for the child, in which each has the usual time.
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        for item in items:
+            if item.get_closest_marker("triton") is not None:
+                item.add_marker(pytest.mark.timeout(CHILD_TIMEOUT_S + 20))
 
 
 @pytest.hookimpl(tryfirst=True)
