@@ -122,8 +122,11 @@ class _Planner:
     """The model of a job as a plan needs it: where it lies, its shape, and what steps with it cost."""
 
     def __init__(self, job: Job, *, note: Callable[[str], None]) -> None:
-        self._job = job
+        # The prompts of later stages are not known before the first has run.
+        self._job = job.stage_jobs()[0]
         self._note = note
+        if job.stages:
+            note(f"the plan of stage {job.stages[0].name}; later stages are planned when it has run")
         self._device = device_for(job.engine.device)
         self._dtype = dtype_for(job.engine.dtype, self._device)
         self._source: ModelSource = resolve_model(job.model, base_folder=job.folder, say=note)

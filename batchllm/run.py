@@ -48,6 +48,7 @@ from batchllm.run_record import (
     rates_record,
     versions,
 )
+from batchllm.run_stages import RunStages, Stage
 from batchllm.storage.keys import KeyScope
 
 _RATE_WINDOW_S = 10.0
@@ -174,6 +175,8 @@ class _Run:
         self._load_s = 0.0
         self._rows_before = 0
         self._rows_done = 0
+        self._rows_total = 0
+        self._decoder: Decoder | None = None
         self._errors: ErrorCount | None = None
         self._record = RunRecord()
         self._engine_facts: EngineFacts | None = None
@@ -229,6 +232,7 @@ class _Run:
                 observer.note(f"{num_retried} rows that carry an error run again")
                 done = self._output.resume(fingerprint=fingerprint, num_rows=source_rows.table.num_rows)
         done = done[: source_rows.num_rows]
+        self._rows_total = source_rows.num_rows
         if self._options.max_error_rate is not None:
             self._errors = ErrorCount(
                 rate=self._options.max_error_rate,
@@ -242,45 +246,51 @@ class _Run:
         if not finished and not self._gives_up():
             tokenizer = load_tokenizer(source)
             staging = Staging.create(self._output.staging, input=source_rows, done=done)
+            stages = RunStages(job, input=source_rows, staging=staging, folder=self._output.staging)
             schema = completion_schema(
-                list(source_rows.carried),
+                [*source_rows.carried, *stages.completion_fields],
                 with_token_ids=job.output.token_ids,
-                with_logprobs=job.sampling.logprobs is not None or source_rows.holds_requests,
+                with_logprobs=stages.jobs[-1].sampling.logprobs is not None or source_rows.holds_requests,
             )
-            writer = OutputWriter(self._output, schema=schema, kept=staging.kept, model=source.name)
+            writer = OutputWriter(self._output, schema=schema, kept=stages.cells, model=source.name)
             try:
-                finished = self._stage_and_run(source_rows, source, tokenizer, staging, writer)
+                finished = all(
+                    self._run_stage(stages.open(number, tokenizer), source, tokenizer, writer)
+                    for number in range(len(stages.jobs))
+                )
             finally:
                 # What is complete is written even when the run fails: nothing that was computed is lost.
                 try:
                     writer.close()
                 finally:
-                    staging.close()
+                    stages.close()
         if source_rows.holds_requests:
             write_batch_files(self._output.path, staging=self._output.staging, tokens=lambda: load_tokenizer(source))
         return self._summary(source_rows, source.name, finished)
 
-    def _stage_and_run(
-        self, rows: Input, source: Any, tokenizer: Tokenizer, staging: Staging, writer: OutputWriter
-    ) -> bool:
+    def _run_stage(self, stage: Stage, source: Any, tokenizer: Tokenizer, writer: OutputWriter) -> bool:
+        """Renders, plans and runs one stage, the only one of most jobs; False when it was stopped before its end."""
         job, observer = self._job, self._observer
+        if stage.name is not None:
+            observer.note(f"stage {stage.name}")
         context = read_config(source).max_context
         should_stop = self._should_stop
         errors = stage_prompts(
-            job,
-            input=rows,
+            stage.job,
+            input=stage.input,
             tokenizer=tokenizer,
-            staging=staging,
+            staging=stage.staging,
             max_context=context,
             should_stop=should_stop,
+            history=stage.history,
         )
         for error in errors:
-            writer.add_error(error.row_index, error.message)
+            writer.add_error(error.row_index, stage.named(error.message))
             self._count_failed(error.row_index)
             self._rows_done += 1
         if should_stop():
             return False
-        store = staging.store
+        store = stage.staging.store
         if store.num_prompts == 0:
             return True
         plan = make_plan(
@@ -289,33 +299,40 @@ class _Run:
             keep_order=job.engine.order == "input",
             max_model_tokens=context,
         )
-        self._unique_prompt_tokens = plan.unique_prompt_tokens
+        self._unique_prompt_tokens += plan.unique_prompt_tokens
         observer.note(
             f"{store.num_prompts} prompts, {plan.total_prompt_tokens} prompt tokens, "
             f"{plan.unique_prompt_tokens} to compute ({plan.reuse_ceiling:.0%} shared)"
         )
         if should_stop():
             return False
-        decoder = self._load(source)
-        engine = self._engine(decoder, tokenizer, store, plan)
-        self._metrics = engine.metrics
-        self._note_plan(plan, store, engine=engine, model=source.name, tokenizer=tokenizer)
-        share = self._generated_share = GeneratedShare(store, max_context=context)
+        if self._decoder is None:
+            self._decoder = self._load(source)
+        engine = self._engine(self._decoder, tokenizer, store, plan)
+        share = GeneratedShare(store, max_context=context)
+        if stage.name is None:
+            # Promises and rates are those of one plan; a job with stages has several.
+            self._note_plan(plan, store, engine=engine, model=source.name, tokenizer=tokenizer)
+            self._generated_share = share
         tier_use = TierUse(
-            block_bytes=kv_shape(decoder).block_bytes(engine.config.block_size), started_at=self._started_at
+            block_bytes=kv_shape(self._decoder).block_bytes(engine.config.block_size), started_at=self._started_at
         )
         self._record.tiers = tier_use.columns
         samples = _samples_by_row(store)
         missing = dict(samples)
-        tracker = _ProgressTracker(plan, rows_total=rows.num_rows, rows_before=self._rows_before)
+        tracker = _ProgressTracker(plan, rows_total=self._rows_total, rows_before=self._rows_before)
 
         def deliver(completions: list[Completion]) -> None:
             for completion in completions:
                 row = completion.row_index
-                writer.add(completion, num_samples=samples.get(row, 1))
                 share.add(completion)
                 if completion.error is not None:
+                    completion.error = stage.named(completion.error)
                     self._count_failed(row)
+                elif not stage.is_last:
+                    stage.keep(completion, tokenizer)
+                    continue
+                writer.add(completion, num_samples=samples.get(row, 1))
                 if row in missing:
                     missing[row] -= 1
                 self._rows_done += missing.get(row, 0) == 0
@@ -325,6 +342,7 @@ class _Run:
         try:
             return engine.run(deliver=deliver, should_stop=should_stop)
         finally:
+            self._metrics = self._metrics.plus(engine.metrics)
             engine.close()
             if engine.mover is not None:
                 self._tiers = report_tiers(engine.mover, engine.metrics)

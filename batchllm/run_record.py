@@ -59,7 +59,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def job_as_yaml_values(job: Job) -> dict[str, Any]:
     """The job with every default filled in, its date and its folder."""
-    return {**job.model_dump(mode="json"), "date": job.date.isoformat(), "folder": str(job.folder)}
+    return {**job.model_dump(mode="json", by_alias=True), "date": job.date.isoformat(), "folder": str(job.folder)}
 
 
 def versions(device: torch.device) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from types import TracebackType
 import numpy as np
 import pyarrow as pa
 
-from batchllm.data.completion_table import completion_table
-from batchllm.data.kept import KeptRows
+from batchllm.data.completion_table import Cells, completion_table
 from batchllm.data.lock import RunLock
 from batchllm.data.parts import (
     PART_NAME,
@@ -130,7 +129,7 @@ class OutputWriter:
         output: OutputFolder,
         *,
         schema: pa.Schema,
-        kept: KeptRows,
+        kept: Cells,
         model: str,
         limits: PartLimits | None = None,
     ) -> None:

@@ -7,12 +7,14 @@ Every key has one reader. Values are taken strictly (a quoted number is no numbe
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
+from jinja2 import TemplateSyntaxError
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -24,7 +26,9 @@ from pydantic import (
     model_validator,
 )
 
-from batchllm.prompt import SamplingParams
+from batchllm.data.constraints import choice_grammar, read_schema, regex_grammar, schema_grammar
+from batchllm.data.templates import compile_template
+from batchllm.prompt import Grammar, SamplingParams
 
 
 class Section(BaseModel):
@@ -42,7 +46,8 @@ class ColumnName(Section):
 class InputSection(Section):
     """Where the rows come from. Paths are absolute once the job is loaded; `sql` reads files from the job's folder.
 
-    `openai_batch` is a file of requests, which bring their own prompts, ids and sampling.
+    `openai_batch` is a file of requests, which bring their own prompts, ids and sampling. A job file names one of the
+    three; a job made in Python may be given its rows when it runs.
     """
 
     model_config = ConfigDict(
@@ -57,7 +62,7 @@ class InputSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> InputSection:
-        if sum(source is not None for source in (self.path, self.sql, self.openai_batch)) != 1:
+        if sum(source is not None for source in (self.path, self.sql, self.openai_batch)) > 1:
             raise ValueError("needs exactly one of path, sql and openai_batch")
         if self.openai_batch is not None and (self.id is not None or self.keep):
             raise ValueError("a batch file has no columns, so there is no id and nothing to keep; the id is custom_id")
@@ -66,22 +71,37 @@ class InputSection(Section):
         return self
 
 
+def _checked_template(text: str | None) -> str | None:
+    if text is not None:
+        try:
+            compile_template(text)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"not a valid template, at its line {error.lineno}: {error.message}") from None
+    return text
+
+
+Template = Annotated[str | None, AfterValidator(_checked_template)]
+
+
 class PromptSection(Section):
-    """How a row becomes a prompt. `template` and `system` are Jinja2 over the row's columns and `date`.
+    """How a row becomes a prompt; in a job with stages, how a row becomes the prompt of one stage. `template` and `system` are Jinja2 over the row's columns and `date`.
 
     Text from cells is data: a control-token string in a cell (`<|im_end|>`) is encoded as plain text unless
     `allow_control_tokens`. A prompt above `max_prompt_tokens` (default: what the model's context leaves) is an error
     row, or is cut at its left or right end when `truncate` says so. The requests of a batch file need none of this but
     may be given `allow_control_tokens`, `max_prompt_tokens` and `truncate`.
+
+    `continue: true`, in a later stage: the template's text is the next user turn of the previous stage's conversation.
     """
 
-    template: str | None = None
+    template: Template = None
     messages: Annotated[str, Field(min_length=1)] | None = None
-    system: str | None = None
+    system: Template = None
     raw: bool = False
     allow_control_tokens: bool = False
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     truncate: Literal[False, "left", "right"] = False
+    continues: Annotated[bool, Field(alias="continue")] = False
 
     @model_validator(mode="after")
     def _one_kind(self) -> PromptSection:
@@ -91,13 +111,84 @@ class PromptSection(Section):
             raise ValueError("raw sends the template's text as it is, so it cannot be used with messages")
         if self.raw and self.system is not None:
             raise ValueError("raw has no chat template, so there is no place for system")
+        if self.continues and (self.raw or self.system is not None or self.messages is not None):
+            raise ValueError("continue adds a user turn to a conversation, so it takes a template and nothing else")
         return self
 
 
-class OutputSection(Section):
-    """The folder of the completions, absolute once the job is loaded. `token_ids` adds a column with the ids."""
+def _checked_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    if value is not None:
+        schema_grammar(value)
+    return value
 
-    path: Annotated[str, Field(min_length=1)]
+
+def _label_list(value: object) -> object:
+    if value is not None and (not isinstance(value, (list, tuple)) or not value):
+        raise ValueError("must be a list of at least one label")
+    return value
+
+
+def _checked_labels(value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    if value is not None:
+        if len(set(value)) != len(value):
+            raise ValueError("names a label twice")
+        choice_grammar(value)
+    return value
+
+
+def _checked_regex(value: str | None) -> str | None:
+    if value is not None:
+        regex_grammar(value)
+    return value
+
+
+class ConstraintSection(Section):
+    """What every completion must be; at most one of these, all checked when the job is loaded.
+
+    `schema`: JSON that a JSON Schema takes (a mapping, or the path of a .json file). `choice`: one of these labels.
+    `regex`: text that a regular expression matches from start to end. A completion that reaches `max_tokens` first is
+    cut inside its form; its `finish_reason` says `length`.
+    """
+
+    json_schema: Annotated[
+        dict[str, Any] | None, Field(alias="schema"), BeforeValidator(read_schema), AfterValidator(_checked_schema)
+    ] = None
+    choice: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...] | None,
+        Field(strict=False),
+        BeforeValidator(_label_list),
+        AfterValidator(_checked_labels),
+    ] = None
+    regex: Annotated[str | None, Field(min_length=1), AfterValidator(_checked_regex)] = None
+
+    @model_validator(mode="after")
+    def _one_constraint(self) -> ConstraintSection:
+        given = [name for name, value in self.constraint_values().items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"takes one of schema, choice and regex, not {' and '.join(given)}")
+        return self
+
+    def constraint_values(self) -> dict[str, object]:
+        """What was given under the keys of the job file, as plain JSON values."""
+        choice = None if self.choice is None else list(self.choice)
+        return {"schema": self.json_schema, "choice": choice, "regex": self.regex}
+
+    def grammar(self) -> Grammar | None:
+        """The constraint for the engine; None: free text."""
+        if self.json_schema is not None:
+            return schema_grammar(self.json_schema)
+        if self.choice is not None:
+            return choice_grammar(self.choice)
+        return None if self.regex is None else regex_grammar(self.regex)
+
+
+class OutputSection(ConstraintSection):
+    """The folder of the completions, absolute once the job is loaded. `token_ids` adds a column with the ids.
+
+    A job file names the folder; a job made in Python may leave it out.
+    """
+
+    path: Annotated[str, Field(min_length=1)] = ""
     token_ids: bool = False
 
 
@@ -256,6 +347,18 @@ def _plain_number(value: object, *, whole: bool) -> object:
     return value
 
 
+class StageSection(Section):
+    """One of several passes over the rows. Later ones may use its completion, `{{ stages.<name> }}`.
+
+    `sampling` left out takes the job's. `output` says what this stage's completion must be.
+    """
+
+    name: Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
+    prompt: PromptSection
+    sampling: SamplingSection | None = None
+    output: ConstraintSection = ConstraintSection()
+
+
 class JobSections(Protocol):
     """What the data layer needs of a job; `batchllm.job.Job` is one."""
 
@@ -271,6 +374,7 @@ class JobSections(Protocol):
     def date(self) -> datetime.date: ...
     @property
     def folder(self) -> Path: ...
+    def stage_jobs(self) -> Sequence[JobSections]: ...
 
 
 def describe(error: Mapping[str, Any]) -> str:
