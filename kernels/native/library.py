@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchllm.kernels.native.source_digest import source_digest
-
 # Imported for its effect: it loads the OpenMP runtime.
 import torch  # noqa: F401
+
+from batchllm.kernels.native.source_digest import source_digest
 
 PATH_VARIABLE = "BATCHLLM_NATIVE_PATH"
 PATHS = ("portable", "avx2", "avx512", "amx")

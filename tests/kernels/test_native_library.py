@@ -13,10 +13,10 @@ import torch
 
 from batchllm import ops
 from batchllm.errors import JobError
-from batchllm.kernels.native.source_digest import source_digest
 from batchllm.kernels.native import library as native_library
 from batchllm.kernels.native import operations
 from batchllm.kernels.native.library import Library
+from batchllm.kernels.native.source_digest import source_digest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
