@@ -17,7 +17,9 @@ from batchllm.data.spool import spool_batches
 from batchllm.errors import InputError, JobError
 from batchllm.job import SOURCES, Job
 from batchllm.planning import JobPlan, plan_job
-from batchllm.run import Observer, RunOptions, RunSummary, run_job
+from batchllm.run import RunOptions, run_job
+from batchllm.run_progress import Observer
+from batchllm.run_summary import RunSummary
 
 
 class ArrowStream(Protocol):

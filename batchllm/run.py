@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from batchllm.engine.sizing import most_blocks, size_engine
 from batchllm.engine.tier_report import TierReport, report_tiers
 from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
 from batchllm.engine.transfer import TierSetup
-from batchllm.errors import BatchLLMError, JobError, OutputError, StoppedError
+from batchllm.errors import JobError, OutputError
 from batchllm.job import Job
 from batchllm.models.decoder import Decoder, dtype_for, load_decoder
 from batchllm.models.fingerprint import model_fingerprint
@@ -37,6 +35,7 @@ from batchllm.ops import select_kernels
 from batchllm.plan.plan import Plan, make_plan
 from batchllm.plan.store import PromptStore
 from batchllm.prompt import Completion
+from batchllm.run_progress import Observer, ProgressTracker
 from batchllm.run_record import (
     EngineFacts,
     GeneratedShare,
@@ -49,85 +48,8 @@ from batchllm.run_record import (
     versions,
 )
 from batchllm.run_stages import RunStages, Stage
+from batchllm.run_summary import RunSummary, summary_values
 from batchllm.storage.keys import KeyScope
-
-_RATE_WINDOW_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """A run under way. Rates over the last seconds; `eta_s` None until there is something to go by."""
-
-    rows_total: int
-    rows_before: int
-    rows_done: int
-    prompt_tokens_per_s: float
-    output_tokens_per_s: float
-    kv_share: float
-    eta_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Observer:
-    """Who watches a run: `note` gets a line at each stage, `progress` the state after each step, `should_stop` is asked often."""
-
-    note: Callable[[str], None] = lambda line: None
-    progress: Callable[[Progress], None] = lambda progress: None
-    should_stop: Callable[[], bool] = lambda: False
-
-
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """What happened. Rows are input rows; tokens, rates and times are of this run only.
-
-    `num_rows` of the input (or of `--limit`), `rows_before` answered by earlier runs, `rows_completed` and `rows_failed` of all that are
-    answered now; a row of which one sample fails has failed. `too_many_errors` says why a run gave up. `unique_prompt_tokens`: the fewest
-    that had to be computed; `computed_prompt_tokens`: those that were.
-    """
-
-    name: str
-    run_id: str
-    output: Path
-    finished: bool
-    num_rows: int
-    rows_before: int
-    rows_completed: int
-    rows_failed: int
-    wall_s: float
-    load_s: float
-    prompt_tokens: int
-    unique_prompt_tokens: int
-    computed_prompt_tokens: int
-    cached_prompt_tokens: int
-    completion_tokens: int
-    output_tokens_per_s: float
-    num_steps: int
-    preemptions: int
-    recomputed_tokens: int
-    kv_peak_share: float
-    kv_waste_share: float
-    device: str
-    dtype: str
-    kernels: str
-    model: str
-    tiers: TierReport | None
-    too_many_errors: str | None = None
-
-    @property
-    def exit_code(self) -> int:
-        """0: every row completed; 3: some carry errors; 1: none did, or more failed than were allowed; 130: stopped before the end."""
-        if self.too_many_errors is not None:
-            return BatchLLMError.exit_code
-        if not self.finished:
-            return StoppedError.exit_code
-        if self.rows_failed:
-            return 3 if self.rows_completed else 1
-        return 0
-
-
-def summary_values(summary: RunSummary) -> dict[str, object]:
-    """The summary by name, `exit_code` among it; paths are texts, so that it is plain JSON."""
-    return {**dataclasses.asdict(summary), "output": str(summary.output), "exit_code": summary.exit_code}
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +242,7 @@ class _Run:
         self._record.tiers = tier_use.columns
         samples = _samples_by_row(store)
         missing = dict(samples)
-        tracker = _ProgressTracker(plan, rows_total=self._rows_total, rows_before=self._rows_before)
+        tracker = ProgressTracker(plan, rows_total=self._rows_total, rows_before=self._rows_before)
 
         def deliver(completions: list[Completion]) -> None:
             for completion in completions:
@@ -464,41 +386,6 @@ class _Run:
             model=model,
             too_many_errors=self._errors.reason if self._errors is not None else None,
             tiers=self._tiers,
-        )
-
-
-class _ProgressTracker:
-    """Rates over a sliding window, and the time that is left by the share of tokens that are done."""
-
-    def __init__(self, plan: Plan, *, rows_total: int, rows_before: int) -> None:
-        self._rows_total = rows_total
-        self._rows_before = rows_before
-        self._expected_tokens = plan.unique_prompt_tokens + int(plan.decode_tokens.sum())
-        self._started_at = time.monotonic()
-        self._window: list[tuple[float, int, int]] = [(self._started_at, 0, 0)]
-
-    def advance(self, engine: Engine, *, rows_done: int) -> Progress:
-        metrics, now = engine.metrics, time.monotonic()
-        prompt_tokens, output_tokens = metrics.computed_prompt_tokens, metrics.generated_tokens
-        if now - self._window[-1][0] > _RATE_WINDOW_S / 20:
-            self._window.append((now, prompt_tokens, output_tokens))
-        while len(self._window) > 2 and now - self._window[1][0] > _RATE_WINDOW_S:
-            self._window.pop(0)
-        since, prompt_then, output_then = self._window[0]
-        seconds = max(now - since, 1e-6)
-        share = (prompt_tokens + output_tokens) / max(self._expected_tokens, 1)
-        rows_share = (rows_done - self._rows_before) / max(self._rows_total - self._rows_before, 1)
-        # Rows that stop early make the tokens that were expected too many; then rows tell better.
-        share = min(max(share, rows_share), 1.0)
-        elapsed = now - self._started_at
-        return Progress(
-            rows_total=self._rows_total,
-            rows_before=self._rows_before,
-            rows_done=rows_done,
-            prompt_tokens_per_s=(prompt_tokens - prompt_then) / seconds,
-            output_tokens_per_s=(output_tokens - output_then) / seconds,
-            kv_share=engine.scheduler.pool.num_used / engine.scheduler.pool.num_blocks,
-            eta_s=elapsed * (1 - share) / share if share > 0.01 else None,
         )
 
 

@@ -14,7 +14,7 @@ from batchllm import Job, load_job, run
 from batchllm.errors import InputError, JobError
 from batchllm.models.registry import resolve_model
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
-from batchllm.run import Observer
+from batchllm.run_progress import Observer
 
 TEXTS = ["the engine", "a row of words", None, "the document", "an answer", "<|im_end|> as text"]
 Stages = list[dict[str, Any]]

@@ -9,7 +9,7 @@ from types import TracebackType
 import click
 from tqdm import tqdm
 
-from batchllm.run import Progress
+from batchllm.run_progress import Progress
 
 _LINE_INTERVAL_S = 10.0
 

@@ -59,7 +59,9 @@ def run(
     from batchllm.data.parts import recorded_date
     from batchllm.job import load_job
     from batchllm.nightly.unattended import Reports, run_unattended
-    from batchllm.run import Observer, RunOptions, summary_values
+    from batchllm.run import RunOptions
+    from batchllm.run_progress import Observer
+    from batchllm.run_summary import summary_values
 
     job = load_job(job_file, overrides=overrides, date=date.date() if date else None)
     if date is None:

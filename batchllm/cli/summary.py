@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchllm.engine.tier_report import TierReport
-from batchllm.run import RunSummary
+from batchllm.run_summary import RunSummary
 
 
 def summary_text(summary: RunSummary) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from batchllm.data.replaced_file import replace_file
 from batchllm.job import Job
-from batchllm.run import RunSummary, summary_values
+from batchllm.run_summary import RunSummary, summary_values
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ from batchllm.job import Job
 from batchllm.nightly.commands import run_command
 from batchllm.nightly.metrics_file import write_metrics
 from batchllm.nightly.outcome import Outcome, write_summary
-from batchllm.run import Observer, RunOptions, RunSummary, run_job
+from batchllm.run import RunOptions, run_job
+from batchllm.run_progress import Observer
+from batchllm.run_summary import RunSummary
 
 
 @dataclass(frozen=True, slots=True)

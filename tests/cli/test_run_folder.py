@@ -15,7 +15,9 @@ from batchllm.engine.metrics import STEP_COLUMNS as LOGGED_COLUMNS
 from batchllm.job import load_job
 from batchllm.plan.explanation import Explanation
 from batchllm.plan.rates import ObservedRates
-from batchllm.run import Observer, RunSummary, run_job
+from batchllm.run import run_job
+from batchllm.run_progress import Observer
+from batchllm.run_summary import RunSummary
 
 
 def output_of(job: Path, date: str = "2026-11-29") -> Path:
