@@ -9,8 +9,12 @@ from batchllm.job import Job
 
 def job_schema() -> dict[str, Any]:
     """JSON Schema, draft 2020-12, of a whole job file."""
+    schema = Job.model_json_schema(mode="validation")
+    # A job made in Python may leave these for later; a file may not.
+    schema["required"] = ["name", "model", "input", "output"]
+    schema["$defs"]["OutputSection"]["required"] = ["path"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "batchllm job file",
-        **{key: value for key, value in Job.model_json_schema(mode="validation").items() if key != "title"},
+        **{key: value for key, value in schema.items() if key != "title"},
     }

@@ -154,6 +154,7 @@ def job_keys(section: type[BaseModel], at: str = "") -> list[str]:
     for name, field in section.model_fields.items():
         kinds = [field.annotation, *get_args(field.annotation)]
         below = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        name = field.alias or name
         keys += job_keys(below[0], f"{at}{name}.") if len(below) == 1 else [f"{at}{name}"]
     return keys
 

@@ -151,7 +151,11 @@ class ConstraintSection(Section):
     """
 
     json_schema: Annotated[
-        dict[str, Any] | None, Field(alias="schema"), BeforeValidator(read_schema), AfterValidator(_checked_schema)
+        dict[str, Any] | None,
+        Field(alias="schema"),
+        BeforeValidator(read_schema),
+        AfterValidator(_checked_schema),
+        WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string", "minLength": 1}]}),
     ] = None
     choice: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...] | None,
