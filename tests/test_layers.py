@@ -16,7 +16,7 @@ LAYERS = [
     ["models", "plan"],
     ["engine"],
     ["job", "job_file", "data"],
-    ["run"],
+    ["run", "simulation"],
     ["cli"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

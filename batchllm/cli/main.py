@@ -8,9 +8,11 @@ import traceback
 import click
 
 from batchllm import __version__
+from batchllm.cli.cache import cache
 from batchllm.cli.models import models
 from batchllm.cli.query import query
 from batchllm.cli.run import run
+from batchllm.cli.simulate import simulate
 from batchllm.errors import BatchLLMError
 
 
@@ -23,7 +25,7 @@ def cli(context: click.Context, debug: bool) -> None:
     context.obj = {"debug": debug}
 
 
-for command in (run, query, models):
+for command in (run, query, models, simulate, cache):
     cli.add_command(command)
 
 
