@@ -108,9 +108,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run: seconds of the loop and of opening the tiers, what was counted, and each row's tokens."""
+    """One run: seconds of the loop, CPU seconds in it, seconds of opening the tiers, what was counted, and each row's tokens."""
 
     run_s: float
+    cpu_s: float
     setup_s: float
     metrics: RunMetrics
     stall_s: float
@@ -170,9 +171,9 @@ def run(batch: Batch, *, num_blocks: int, request: TierRequest | None) -> Outcom
         started_at=time.monotonic(),
         tiers=tiers,
     )
-    began_s = time.perf_counter()
+    began_s, cpu_began_s = time.perf_counter(), time.process_time()
     engine.run(deliver=answers.extend)
-    run_s = time.perf_counter() - began_s
+    run_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_began_s
     stall_s, moved_bytes = 0.0, 0
     if engine.mover is not None:
         report = report_tiers(engine.mover, engine.metrics)
@@ -181,7 +182,13 @@ def run(batch: Batch, *, num_blocks: int, request: TierRequest | None) -> Outcom
     if engine.metrics.num_errors or len(answers) != batch.plan.num_prompts:
         sys.exit(f"{engine.metrics.num_errors} rows failed: {next(answer.error for answer in answers if answer.error)}")
     return Outcome(
-        run_s, setup_s, engine.metrics, stall_s, moved_bytes, {answer.row_index: answer.token_ids for answer in answers}
+        run_s,
+        cpu_s,
+        setup_s,
+        engine.metrics,
+        stall_s,
+        moved_bytes,
+        {answer.row_index: answer.token_ids for answer in answers},
     )
 
 
@@ -198,7 +205,7 @@ def compare(batch: Batch, ways: dict[str, TierRequest | None], *, rounds: int) -
             metrics, pool = outcome.metrics, outcome.metrics.num_blocks
             same = sum(outcome.tokens[row] == tokens for row, tokens in first.tokens.items())
             print(
-                f"{name:<10}{outcome.run_s:7.2f} s  model {metrics.model_s:6.2f}  schedule {metrics.schedule_s:5.2f}  "
+                f"{name:<10}{outcome.run_s:7.2f} s  CPU {outcome.cpu_s:7.2f} s  model {metrics.model_s:6.2f}  schedule {metrics.schedule_s:5.2f}  "
                 f"sample {metrics.sample_s:5.2f}  stall {outcome.stall_s:5.2f}  pool {pool:>6,}  steps {metrics.num_steps:,}  "
                 f"computed {metrics.computed_prompt_tokens:>7,}  restored {metrics.restored_tokens:>7,}  "
                 f"preempted {metrics.preemptions}  moved {outcome.moved_bytes / 1e6:,.0f} MB  "
