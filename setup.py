@@ -1,13 +1,15 @@
-"""Build hook of the native kernels: one shared object with a plain C interface, compiled file by file for its instruction set.
+"""Build hook of the native kernels: one shared object with a plain C interface, compiled file by file for its
+instruction set.
 
-Everything else about the package is in pyproject.toml. Where no compiler works, the install goes on without it and the torch reference
-runs; `batchllm.kernels.native.library.load()` then says so.
+Everything else about the package is in pyproject.toml. Where no compiler works, the install goes on without it and the
+torch reference runs; `batchllm.kernels.native.library.load()` then says so.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import tempfile
@@ -21,7 +23,8 @@ ROOT = Path(__file__).resolve().parent
 SOURCE_DIR = Path("kernels") / "native"
 LIBRARY_NAME = "libbatchllm_native.so"
 
-# No contraction: the sources say where a product and a sum are rounded once. No OpenMP runtime is linked: torch's is the only one.
+# No contraction: the sources say where a product and a sum are rounded once. No OpenMP runtime is linked: torch's is
+# the only one.
 COMPILE_FLAGS = [
     "-std=c++17",
     "-O3",
@@ -62,6 +65,7 @@ def build_library(target: Path) -> str | None:
     if compiler is None:
         return "no C++ compiler (looked for CXX, g++, c++, clang++)"
     target.parent.mkdir(parents=True, exist_ok=True)
+    digest = runpy.run_path(str(ROOT / SOURCE_DIR / "source_digest.py"))["source_digest"](ROOT / SOURCE_DIR)
     with tempfile.TemporaryDirectory() as folder:
 
         def run(arguments: list[str]) -> str | None:
@@ -70,9 +74,8 @@ def build_library(target: Path) -> str | None:
 
         def compile_source(name: str) -> str | None:
             source = ROOT / SOURCE_DIR / name
-            return run(
-                [*COMPILE_FLAGS, *source_flags()[name], "-c", str(source), "-o", str(Path(folder) / f"{name}.o")]
-            )
+            flags = [*COMPILE_FLAGS, *source_flags()[name], f"-DBATCHLLM_SOURCE_DIGEST={digest}"]
+            return run([*flags, "-c", str(source), "-o", str(Path(folder) / f"{name}.o")])
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for reason in pool.map(compile_source, source_flags()):
@@ -87,7 +90,9 @@ def build_library(target: Path) -> str | None:
 
 
 class BuildNative(build_ext):
-    """Builds the library where an extension module would go: into the wheel, or beside the sources for an editable install."""
+    """Builds the library where an extension module would go: into the wheel, or beside the sources for an editable
+    install.
+    """
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")[:-1]) / LIBRARY_NAME)

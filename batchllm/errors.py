@@ -25,6 +25,10 @@ class OutputError(BatchLLMError):
     """Completions cannot be written, or the output folder belongs to another job."""
 
 
+class ScheduleError(BatchLLMError):
+    """The user's crontab cannot be read or changed."""
+
+
 class RunLockedError(BatchLLMError):
     """Another run holds the lock of this output folder."""
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from jinja2 import TemplateSyntaxError
-from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, WithJsonSchema, model_validator
 
 from batchllm.data.sections import (
     InputSection,
@@ -19,9 +18,10 @@ from batchllm.data.sections import (
     PromptSection,
     SamplingSection,
     Section,
+    StageSection,
     describe,
 )
-from batchllm.data.templates import compile_template
+from batchllm.data.stage_rules import check_prompt, check_requests, check_stages
 from batchllm.errors import JobError
 from batchllm.job_file import JobSource, Location, fill_dates, read_job_file
 
@@ -49,8 +49,20 @@ def _auto_or_count(value: object) -> object:
     raise ValueError("must be auto or a whole number of at least 1")
 
 
-AutoCount = Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_count)]
-AutoSize = Annotated[Literal["auto"] | int, BeforeValidator(parse_size)]
+_SIZE_SCHEMA = {
+    "anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}, {"type": "string", "pattern": "^ *[0-9]"}]
+}
+
+AutoCount = Annotated[
+    Literal["auto"] | int,
+    BeforeValidator(_auto_or_count),
+    WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}]}),
+]
+AutoSize = Annotated[Literal["auto"] | int, BeforeValidator(parse_size), WithJsonSchema(_SIZE_SCHEMA)]
+
+
+Command = Annotated[tuple[str, ...], Field(strict=False)]
+"""A program and its arguments, run without a shell; empty for none."""
 
 
 def _size_or_none(value: object) -> object:
@@ -77,7 +89,11 @@ class KvSection(Section):
     """
 
     device: AutoSize = "auto"
-    host: Annotated[Literal["auto"] | int, BeforeValidator(_size_or_none)] = 0
+    host: Annotated[
+        Literal["auto"] | int,
+        BeforeValidator(_size_or_none),
+        WithJsonSchema({"anyOf": [{"const": 0}, *_SIZE_SCHEMA["anyOf"]]}),
+    ] = 0
     disk: KvDiskSection | None = None
     policy: Literal["next-use", "lru", "recompute"] = "next-use"
     persist: bool = False
@@ -106,19 +122,30 @@ class EngineSection(Section):
 
 
 class Job(Section):
-    """A validated job. Paths in it are absolute; `date` is the one date that every part of the run sees."""
+    """A validated job: what a job file says, under the same keys. `date` is the one date that every part of the run sees.
 
-    name: Annotated[str, Field(min_length=1)]
+    `load_job` makes it from a file; its paths are then absolute. In Python it is made by keyword arguments, a section as
+    a mapping or as its class: `Job(model="smollm2-135m", prompt={"template": "Summarise: {{ text }}"})`. Relative paths
+    are then taken from the working folder, `{{ date }}` is not filled in paths, and `name`, `input` and `output` may
+    be left out. Raises pydantic.ValidationError, a ValueError, which names the keys that are wrong.
+    """
+
     model: Annotated[str, Field(min_length=1)]
-    input: InputSection
-    prompt: PromptSection
+    prompt: PromptSection = PromptSection()
+    name: Annotated[str, Field(min_length=1)] = "job"
+    input: InputSection = InputSection()
     sampling: SamplingSection = SamplingSection()
-    output: OutputSection
+    output: OutputSection = OutputSection()
+    stages: Annotated[tuple[StageSection, ...], Field(strict=False)] = ()
     engine: EngineSection = EngineSection()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    on_success: Command = ()
+    on_failure: Command = ()
+    command_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
 
     _date: datetime.date = PrivateAttr(default_factory=datetime.date.today)
     _folder: Path = PrivateAttr(default_factory=Path.cwd)
+    _has_given_rows: bool = PrivateAttr(default=False)
 
     @property
     def date(self) -> datetime.date:
@@ -130,20 +157,63 @@ class Job(Section):
         """The job file's folder, from which relative paths and the files in `input.sql` are taken."""
         return self._folder
 
+    # A message begins with the place that it is about; `load_job` finds the line by it.
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Job:
+        if self.input.openai_batch is not None:
+            check_requests(prompt=self.prompt, sampling=self.sampling, stages=self.stages)
+            return self
+        if not self.stages:
+            check_prompt(self.prompt, at="prompt")
+            return self
+        if self.prompt.model_fields_set:
+            raise ValueError("prompt: has no place beside stages; each stage has its own")
+        check_stages(self.stages, sampling=self.sampling, output=self.output, keep=self.input.keep)
+        return self
+
+    def stage_jobs(self) -> tuple[Job, ...]:
+        """The job of each stage, without stages; a job without stages is its only one."""
+        if not self.stages:
+            return (self,)
+        return tuple(
+            self.model_copy(
+                update={
+                    "stages": (),
+                    "prompt": stage.prompt,
+                    "sampling": stage.sampling or self.sampling,
+                    "output": self.output.model_copy(update=dict(stage.output)),
+                }
+            )
+            for stage in self.stages
+        )
+
+    def with_rows(self, path: Path) -> Job:
+        """The same job over rows that were written to `path`, a temporary place that a resume does not ask for."""
+        section = self.input.model_copy(update={"path": str(path)})
+        job = self.model_copy(update={"input": section})
+        job._has_given_rows = True
+        return job
+
     def fingerprint_parts(self) -> dict[str, object]:
         """What must be the same when an output folder is resumed, by key; plain JSON values.
 
         Throughput settings are not in it: they may change between a kill and the resume.
         """
         input_part: dict[str, object] = {"input.id": self.input.id, "input.keep": list(self.input.keep)}
-        if self.input.path is not None:
+        if self._has_given_rows:
+            input_part["input.path"] = "rows that the caller gave"
+        elif self.input.path is not None:
             input_part["input.path"] = os.path.relpath(self.input.path, self.folder)
+        elif self.input.openai_batch is not None:
+            input_part["input.openai_batch"] = os.path.relpath(self.input.openai_batch, self.folder)
         else:
             input_part["input.sql"] = self.input.sql
         model = os.path.relpath(self.model, self.folder) if os.path.isabs(self.model) else self.model
         parts: dict[str, object] = {"name": self.name, "model": model, **input_part}
-        parts |= {f"prompt.{key}": value for key, value in self.prompt.model_dump(mode="json").items()}
+        parts |= {f"prompt.{key}": value for key, value in self.prompt.model_dump(mode="json", by_alias=True).items()}
         parts |= {f"sampling.{key}": value for key, value in self.sampling.model_dump(mode="json").items()}
+        parts |= {f"output.{key}": value for key, value in self.output.constraint_values().items()}
+        parts["stages"] = [stage.model_dump(mode="json", by_alias=True) for stage in self.stages]
         parts |= {"output.token_ids": self.output.token_ids, "engine.dtype": self.engine.dtype, "seed": self.seed}
         parts["date"] = self.date.isoformat()
         return parts
@@ -158,20 +228,26 @@ def load_job(path: Path | str, *, overrides: Sequence[str] = (), date: datetime.
     run_date = date if date is not None else datetime.date.today()
     source = read_job_file(path, overrides=overrides)
     _check_keys(source)
+    _check_complete(source)
     folder = Path(os.path.abspath(path)).parent
-    for section, key in (("input", "path"), ("input", "sql"), ("output", "path")):
+    for section, key in (("input", "path"), ("input", "sql"), ("input", "openai_batch"), ("output", "path")):
         values = source.value.get(section)
         if isinstance(values, dict) and isinstance(values.get(key), str) and values[key]:
             try:
                 text = fill_dates(values[key], date=run_date)
             except ValueError as error:
                 raise _error(source, (section, key), str(error)) from None
-            values[key] = _absolute(text, folder=folder) if key == "path" else text
+            values[key] = text if key == "sql" else _absolute(text, folder=folder)
     engine = source.value.get("engine")
     kv = engine.get("kv") if isinstance(engine, dict) else None
     disk = kv.get("disk") if isinstance(kv, dict) else None
     if isinstance(disk, dict) and isinstance(disk.get("path"), str) and disk["path"]:
         disk["path"] = _absolute(disk["path"], folder=folder)
+    stages = source.value.get("stages")
+    for part in [source.value, *(stages if isinstance(stages, list) else [])]:
+        output = part.get("output") if isinstance(part, dict) else None
+        if isinstance(output, dict) and isinstance(output.get("schema"), str) and output["schema"]:
+            output["schema"] = _absolute(output["schema"], folder=folder)
     model = source.value.get("model")
     if isinstance(model, str) and _is_path(model, folder=folder):
         source.value["model"] = _absolute(model, folder=folder)
@@ -179,9 +255,11 @@ def load_job(path: Path | str, *, overrides: Sequence[str] = (), date: datetime.
         job = Job.model_validate(source.value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise _error(source, tuple(first["loc"]), describe(first)) from None
-    for key in ("template", "system"):
-        _check_template(source, key=key, text=getattr(job.prompt, key))
+        location, text = tuple(first["loc"]), describe(first)
+        if not location:
+            place, _, text = text.partition(": ")
+            location = tuple(int(part) if part.isdecimal() else part for part in place.split("."))
+        raise _error(source, location, text) from None
     job._date, job._folder = run_date, folder
     return job
 
@@ -199,24 +277,43 @@ def _check_keys(source: JobSource) -> None:
     """Unknown keys first: a misspelt key is the cause of the missing one that the models would report."""
 
     def visit(model: type[BaseModel], value: dict[str, Any], at: Location) -> None:
-        known = model.model_fields
+        known = {field.alias or name: field for name, field in model.model_fields.items()}
         for key, below in value.items():
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
                 raise _error(source, (*at, str(key)), f"unknown key; the nearest known key is {near[0]}")
             section = _section_of(known[key].annotation)
-            if section is not None and isinstance(below, dict):
-                visit(section, below, (*at, key))
+            for place, part in enumerate(below) if isinstance(below, list) else [(None, below)]:
+                if section is not None and isinstance(part, dict):
+                    visit(section, part, (*at, key) if place is None else (*at, key, place))
 
     visit(Job, source.value, ())
+
+
+SOURCES = ("path", "sql", "openai_batch")
+"""The keys of `input` that say where rows come from."""
+
+
+def _check_complete(source: JobSource) -> None:
+    """A file says all that a job made in Python may leave for later."""
+    for section, key in (("name", None), ("input", None), ("output", "path")):
+        values = source.value.get(section)
+        if section not in source.value:
+            raise _error(source, (section,), "is missing")
+        if key is not None and isinstance(values, dict) and key not in values:
+            raise _error(source, (section, key), "is missing")
+    rows = source.value["input"]
+    if isinstance(rows, dict) and all(rows.get(key) is None for key in SOURCES):
+        raise _error(source, ("input",), f"needs exactly one of {', '.join(SOURCES[:-1])} and {SOURCES[-1]}")
 
 
 def _section_of(annotation: object) -> type[BaseModel] | None:
     """The section that a field holds; a field that may be a section or a plain value is checked by the models."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    sections = [part for part in get_args(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
-    return sections[0] if len(sections) == 1 and type(None) in get_args(annotation) else None
+    parts = get_args(annotation)
+    sections = [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+    return sections[0] if len(sections) == 1 and (type(None) in parts or Ellipsis in parts) else None
 
 
 def _error(source: JobSource, location: Location, text: str) -> JobError:
@@ -232,13 +329,3 @@ def _error(source: JobSource, location: Location, text: str) -> JobError:
             keys.append(part)
     name = ".".join(str(key) for key in keys)
     return JobError(f"{source.origin(tuple(keys))}: {name + ': ' if name else ''}{text}")
-
-
-def _check_template(source: JobSource, *, key: str, text: str | None) -> None:
-    if text is None:
-        return
-    try:
-        compile_template(text)
-    except TemplateSyntaxError as error:
-        message = f"not a valid template, at its line {error.lineno}: {error.message}"
-        raise _error(source, ("prompt", key), message) from None

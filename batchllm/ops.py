@@ -75,6 +75,7 @@ class Kernels:
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     pack_linear: PackLinear
     linear: Callable[[torch.Tensor, Any], torch.Tensor]
+    linear_logits: Callable[[torch.Tensor, Any], torch.Tensor]
     linear_argmax: Callable[[torch.Tensor, Any], torch.Tensor]
     linear_add: Callable[[torch.Tensor, Any, torch.Tensor], None]
     pack_linear_gated: PackLinear
@@ -94,6 +95,7 @@ REFERENCE = Kernels(
     silu_mul=activation.silu_mul,
     pack_linear=linear.pack_linear,
     linear=linear.linear,
+    linear_logits=linear.linear_logits,
     linear_argmax=linear.linear_argmax,
     linear_add=linear.linear_add,
     pack_linear_gated=linear.pack_linear_gated,
@@ -112,6 +114,7 @@ TRITON = Kernels(
     silu_mul=activation.silu_mul_triton,
     pack_linear=linear.pack_linear,
     linear=linear.linear_triton,
+    linear_logits=linear.linear_logits_triton,
     linear_argmax=linear.linear_argmax_triton,
     linear_add=linear.linear_add_triton,
     pack_linear_gated=linear.pack_linear_gated,
@@ -137,6 +140,7 @@ def native_kernels() -> Kernels | str:
         silu_mul=native.silu_mul,
         pack_linear=native.pack_linear,
         linear=native.linear,
+        linear_logits=native.linear_logits,
         linear_argmax=native.linear_argmax,
         linear_add=native.linear_add,
         pack_linear_gated=native.pack_linear_gated,
@@ -148,8 +152,11 @@ def native_kernels() -> Kernels | str:
     )
 
 
-def select_kernels(device: torch.device) -> Kernels:
-    """The kernels for `device`. `BATCHLLM_KERNELS` names a backend; asking for one that cannot run raises JobError."""
+def select_kernels(device: torch.device, *, head_dim: int | None = None) -> Kernels:
+    """The kernels for `device` and a model's head size, None before it is known.
+
+    `BATCHLLM_KERNELS` names a backend; one that cannot run raises JobError.
+    """
     asked = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if asked == "reference":
         return REFERENCE
@@ -163,6 +170,8 @@ def select_kernels(device: torch.device) -> Kernels:
             raise JobError(f"{ENVIRONMENT_VARIABLE}=triton: {reason}; the job's device is {device}")
     try:
         native_or_reason = native_kernels() if device.type == "cpu" else f"not for {device.type}"
+        if head_dim is not None and (head_dim % 8 or head_dim > native.MAX_HEAD_DIM):
+            native_or_reason = f"head_dim {head_dim} is not a multiple of 8 up to {native.MAX_HEAD_DIM}"
     except ValueError as error:
         raise JobError(
             f"{native_library.PATH_VARIABLE}={os.environ.get(native_library.PATH_VARIABLE)}: {error}"

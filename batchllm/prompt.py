@@ -8,12 +8,21 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a completion must be. `kind` is what the job calls it: `schema`, `choice` or `regex`; `text` is llguidance's form of it."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one prompt is continued. Validated where it is made (`batchllm.job`); hashable, so equal ones are stored once.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 switch the filter off. `seed` None takes the job's seed.
     Penalties follow the usual meaning: repetition over prompt and output, presence and frequency over output only.
     `logprobs` is None for none, or the number of top alternatives per token (0: only the sampled token's).
+    `grammar` None: free text.
     """
 
     max_tokens: int = 64
@@ -32,6 +41,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

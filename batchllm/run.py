@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from batchllm import __version__
+from batchllm.data.error_count import ErrorCount, num_failed
 from batchllm.data.inputs import Input, open_input
+from batchllm.data.openai_output import write_batch_files
 from batchllm.data.outputs import OutputFolder, OutputWriter, make_fingerprint
 from batchllm.data.prompts import Staging, stage_prompts
 from batchllm.data.results import query
+from batchllm.data.run_folder import RunFolder, RunRecord
 from batchllm.data.schema import completion_schema
 from batchllm.engine.engine import Engine, kv_shape
 from batchllm.engine.metrics import RunMetrics
@@ -23,7 +26,7 @@ from batchllm.engine.sizing import most_blocks, size_engine
 from batchllm.engine.tier_report import TierReport, report_tiers
 from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
 from batchllm.engine.transfer import TierSetup
-from batchllm.errors import JobError, StoppedError
+from batchllm.errors import BatchLLMError, JobError, OutputError, StoppedError
 from batchllm.job import Job
 from batchllm.models.decoder import Decoder, dtype_for, load_decoder
 from batchllm.models.fingerprint import model_fingerprint
@@ -34,6 +37,18 @@ from batchllm.ops import select_kernels
 from batchllm.plan.plan import Plan, make_plan
 from batchllm.plan.store import PromptStore
 from batchllm.prompt import Completion
+from batchllm.run_record import (
+    EngineFacts,
+    GeneratedShare,
+    TierUse,
+    device_for,
+    dtype_name,
+    job_as_yaml_values,
+    last_rates,
+    rates_record,
+    versions,
+)
+from batchllm.run_stages import RunStages, Stage
 from batchllm.storage.keys import KeyScope
 
 _RATE_WINDOW_S = 10.0
@@ -66,7 +81,8 @@ class RunSummary:
     """What happened. Rows are input rows; tokens, rates and times are of this run only.
 
     `num_rows` of the input (or of `--limit`), `rows_before` answered by earlier runs, `rows_completed` and `rows_failed` of all that are
-    answered now. `unique_prompt_tokens`: the fewest that had to be computed; `computed_prompt_tokens`: those that were.
+    answered now; a row of which one sample fails has failed. `too_many_errors` says why a run gave up. `unique_prompt_tokens`: the fewest
+    that had to be computed; `computed_prompt_tokens`: those that were.
     """
 
     name: str
@@ -95,16 +111,39 @@ class RunSummary:
     kernels: str
     model: str
     tiers: TierReport | None
+    too_many_errors: str | None = None
 
     @property
     def exit_code(self) -> int:
-        """0: every row completed; 3: some carry errors; 130: stopped before the end."""
+        """0: every row completed; 3: some carry errors; 1: none did, or more failed than were allowed; 130: stopped before the end."""
+        if self.too_many_errors is not None:
+            return BatchLLMError.exit_code
         if not self.finished:
             return StoppedError.exit_code
-        return 3 if self.rows_failed else 0
+        if self.rows_failed:
+            return 3 if self.rows_completed else 1
+        return 0
 
 
-def run_job(job: Job, *, limit: int | None = None, observer: Observer | None = None) -> RunSummary:
+def summary_values(summary: RunSummary) -> dict[str, object]:
+    """The summary by name, `exit_code` among it; paths are texts, so that it is plain JSON."""
+    return {**dataclasses.asdict(summary), "output": str(summary.output), "exit_code": summary.exit_code}
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How much of a job a run takes, and when it gives up; none of it changes what a row says.
+
+    `limit`: the first rows only. `retry_errors`: rows that carry an error run again. `max_error_rate`, from 0 to 1: the run
+    gives up once it is certain that more of all rows carry an error, those of earlier runs among them.
+    """
+
+    limit: int | None = None
+    retry_errors: bool = False
+    max_error_rate: float | None = None
+
+
+def run_job(job: Job, *, options: RunOptions | None = None, observer: Observer | None = None) -> RunSummary:
     """Runs what is left of `job` and returns what happened.
 
     Raises JobError, InputError, ModelError or OutputError where the job cannot run, RunLockedError where another run is at it.
@@ -112,32 +151,73 @@ def run_job(job: Job, *, limit: int | None = None, observer: Observer | None = N
     observer = observer or Observer()
     started_at = time.monotonic()
     with OutputFolder(job.output.path) as output:
-        return _Run(job, limit=limit, observer=observer, output=output, started_at=started_at).execute()
+        run = _Run(job, options=options or RunOptions(), observer=observer, output=output, started_at=started_at)
+        return run.execute_recorded()
 
 
 class _Run:
     """The stages of one run, in order; owns nothing that outlives `execute`."""
 
     def __init__(
-        self, job: Job, *, limit: int | None, observer: Observer, output: OutputFolder, started_at: float
+        self, job: Job, *, options: RunOptions, observer: Observer, output: OutputFolder, started_at: float
     ) -> None:
         self._job = job
-        self._limit = limit
+        self._options = options
         self._observer = observer
         self._output = output
         self._started_at = started_at
-        self._device = _device(job.engine.device)
+        self._device = device_for(job.engine.device)
         self._dtype = dtype_for(job.engine.dtype, self._device)
+        self._kernels = "none"
         self._metrics = RunMetrics()
         self._tiers: TierReport | None = None
         self._unique_prompt_tokens = 0
         self._load_s = 0.0
         self._rows_before = 0
         self._rows_done = 0
+        self._rows_total = 0
+        self._decoder: Decoder | None = None
+        self._errors: ErrorCount | None = None
+        self._record = RunRecord()
+        self._engine_facts: EngineFacts | None = None
+        self._generated_share: GeneratedShare | None = None
+
+    def execute_recorded(self) -> RunSummary:
+        """`execute`, and the run folder that says how it went, whichever way it ends."""
+        folder = RunFolder(
+            self._output.path,
+            run_id=self._output.run_id,
+            job=job_as_yaml_values(self._job),
+            versions=versions(self._device),
+            name=self._job.name,
+        )
+        try:
+            summary = self.execute()
+        except BaseException as error:
+            status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            counts = {"wall_s": time.monotonic() - self._started_at, "num_steps": self._metrics.num_steps}
+            counts |= {"rows_before": self._rows_before, "exit_code": getattr(error, "exit_code", 1)}
+            self._close(folder, status=status, summary=counts, error=str(error) or type(error).__name__)
+            raise
+        status = "finished" if summary.finished else "stopped"
+        if summary.too_many_errors is not None:
+            status = "failed"
+        self._close(folder, status=status, summary=summary_values(summary), error=summary.too_many_errors)
+        return summary
+
+    def _close(self, folder: RunFolder, *, status: str, summary: dict[str, Any], error: str | None = None) -> None:
+        """Completions are what a run is for: a record that cannot be written is said, and changes nothing else."""
+        self._record.steps = self._metrics.step_log.columns
+        if self._engine_facts is not None and self._generated_share is not None:
+            self._record.rates = rates_record(self._record.steps, facts=self._engine_facts, share=self._generated_share)
+        try:
+            folder.close(status=status, summary=summary, record=self._record, error=error)
+        except OutputError as failure:
+            self._observer.note(str(failure))
 
     def execute(self) -> RunSummary:
         job, observer = self._job, self._observer
-        source_rows = open_input(job, spool_folder=self._output.staging, limit=self._limit)
+        source_rows = open_input(job, spool_folder=self._output.staging, limit=self._options.limit)
         source = resolve_model(job.model, base_folder=job.folder, say=observer.note)
         fingerprint = make_fingerprint(
             job=job.fingerprint_parts(),
@@ -146,41 +226,71 @@ class _Run:
             version=__version__,
         )
         done = self._output.resume(fingerprint=fingerprint, num_rows=source_rows.table.num_rows)
+        if self._options.retry_errors:
+            num_retried = self._output.drop_error_rows(below=source_rows.num_rows)
+            if num_retried:
+                observer.note(f"{num_retried} rows that carry an error run again")
+                done = self._output.resume(fingerprint=fingerprint, num_rows=source_rows.table.num_rows)
         done = done[: source_rows.num_rows]
+        self._rows_total = source_rows.num_rows
+        if self._options.max_error_rate is not None:
+            self._errors = ErrorCount(
+                rate=self._options.max_error_rate,
+                num_rows=source_rows.num_rows,
+                num_failed=num_failed(self._output.path, below=source_rows.num_rows),
+            )
         self._rows_before = self._rows_done = int(done.sum())
         if self._rows_before:
             observer.note(f"{self._rows_before} of {source_rows.num_rows} rows are done already")
-        finished = True
-        if not done.all():
+        finished = bool(done.all())
+        if not finished and not self._gives_up():
             tokenizer = load_tokenizer(source)
             staging = Staging.create(self._output.staging, input=source_rows, done=done)
+            stages = RunStages(job, input=source_rows, staging=staging, folder=self._output.staging)
             schema = completion_schema(
-                list(source_rows.carried),
+                [*source_rows.carried, *stages.completion_fields],
                 with_token_ids=job.output.token_ids,
-                with_logprobs=job.sampling.logprobs is not None,
+                with_logprobs=stages.jobs[-1].sampling.logprobs is not None or source_rows.holds_requests,
             )
-            writer = OutputWriter(self._output, schema=schema, kept=staging.kept, model=source.name)
+            writer = OutputWriter(self._output, schema=schema, kept=stages.cells, model=source.name)
             try:
-                finished = self._stage_and_run(source_rows, source, tokenizer, staging, writer)
+                finished = all(
+                    self._run_stage(stages.open(number, tokenizer), source, tokenizer, writer)
+                    for number in range(len(stages.jobs))
+                )
             finally:
                 # What is complete is written even when the run fails: nothing that was computed is lost.
                 try:
                     writer.close()
                 finally:
-                    staging.close()
+                    stages.close()
+        if source_rows.holds_requests:
+            write_batch_files(self._output.path, staging=self._output.staging, tokens=lambda: load_tokenizer(source))
         return self._summary(source_rows, source.name, finished)
 
-    def _stage_and_run(
-        self, rows: Input, source: Any, tokenizer: Tokenizer, staging: Staging, writer: OutputWriter
-    ) -> bool:
+    def _run_stage(self, stage: Stage, source: Any, tokenizer: Tokenizer, writer: OutputWriter) -> bool:
+        """Renders, plans and runs one stage, the only one of most jobs; False when it was stopped before its end."""
         job, observer = self._job, self._observer
+        if stage.name is not None:
+            observer.note(f"stage {stage.name}")
         context = read_config(source).max_context
-        for error in stage_prompts(job, input=rows, tokenizer=tokenizer, staging=staging, max_context=context):
-            writer.add_error(error.row_index, error.message)
+        should_stop = self._should_stop
+        errors = stage_prompts(
+            stage.job,
+            input=stage.input,
+            tokenizer=tokenizer,
+            staging=stage.staging,
+            max_context=context,
+            should_stop=should_stop,
+            history=stage.history,
+        )
+        for error in errors:
+            writer.add_error(error.row_index, stage.named(error.message))
+            self._count_failed(error.row_index)
             self._rows_done += 1
-            if observer.should_stop():
-                return False
-        store = staging.store
+        if should_stop():
+            return False
+        store = stage.staging.store
         if store.num_prompts == 0:
             return True
         plan = make_plan(
@@ -189,39 +299,69 @@ class _Run:
             keep_order=job.engine.order == "input",
             max_model_tokens=context,
         )
-        self._unique_prompt_tokens = plan.unique_prompt_tokens
+        self._unique_prompt_tokens += plan.unique_prompt_tokens
         observer.note(
             f"{store.num_prompts} prompts, {plan.total_prompt_tokens} prompt tokens, "
             f"{plan.unique_prompt_tokens} to compute ({plan.reuse_ceiling:.0%} shared)"
         )
-        if observer.should_stop():
+        if should_stop():
             return False
-        decoder = self._load(source)
-        engine = self._engine(decoder, tokenizer, store, plan)
-        self._metrics = engine.metrics
+        if self._decoder is None:
+            self._decoder = self._load(source)
+        engine = self._engine(self._decoder, tokenizer, store, plan)
+        share = GeneratedShare(store, max_context=context)
+        if stage.name is None:
+            # Promises and rates are those of one plan; a job with stages has several.
+            self._note_plan(plan, store, engine=engine, model=source.name, tokenizer=tokenizer)
+            self._generated_share = share
+        tier_use = TierUse(
+            block_bytes=kv_shape(self._decoder).block_bytes(engine.config.block_size), started_at=self._started_at
+        )
+        self._record.tiers = tier_use.columns
         samples = _samples_by_row(store)
         missing = dict(samples)
-        tracker = _ProgressTracker(plan, rows_total=rows.num_rows, rows_before=self._rows_before)
+        tracker = _ProgressTracker(plan, rows_total=self._rows_total, rows_before=self._rows_before)
 
         def deliver(completions: list[Completion]) -> None:
             for completion in completions:
                 row = completion.row_index
+                share.add(completion)
+                if completion.error is not None:
+                    completion.error = stage.named(completion.error)
+                    self._count_failed(row)
+                elif not stage.is_last:
+                    stage.keep(completion, tokenizer)
+                    continue
                 writer.add(completion, num_samples=samples.get(row, 1))
                 if row in missing:
                     missing[row] -= 1
                 self._rows_done += missing.get(row, 0) == 0
+            tier_use.sample(engine)
             observer.progress(tracker.advance(engine, rows_done=self._rows_done))
 
         try:
-            return engine.run(deliver=deliver, should_stop=observer.should_stop)
+            return engine.run(deliver=deliver, should_stop=should_stop)
         finally:
+            self._metrics = self._metrics.plus(engine.metrics)
             engine.close()
             if engine.mover is not None:
                 self._tiers = report_tiers(engine.mover, engine.metrics)
 
+    def _should_stop(self) -> bool:
+        return self._gives_up() or self._observer.should_stop()
+
+    def _gives_up(self) -> bool:
+        return self._errors is not None and self._errors.is_too_high
+
+    def _count_failed(self, row_index: int) -> None:
+        if self._errors is not None:
+            self._errors.add(row_index)
+
     def _load(self, source: Any) -> Decoder:
         load_started_at = time.monotonic()
-        decoder = load_decoder(source, dtype=self._dtype, device=self._device, kernels=select_kernels(self._device))
+        kernels = select_kernels(self._device, head_dim=read_config(source).head_dim)
+        self._kernels = kernels.name
+        decoder = load_decoder(source, dtype=self._dtype, device=self._device, kernels=kernels)
         self._load_s = time.monotonic() - load_started_at
         return decoder
 
@@ -271,11 +411,26 @@ class _Run:
             most_blocks=most_blocks(plan, max_context=decoder.config.max_context, block_size=block_size),
         )
 
+    def _note_plan(self, plan: Plan, store: PromptStore, *, engine: Engine, model: str, tokenizer: Tokenizer) -> None:
+        """What the plan promises, for the run folder: made before the first step, so that it is no hindsight."""
+        decoder = engine.decoder
+        facts = EngineFacts(kv_shape(decoder), engine.config, decoder.config.max_context)
+        rates = last_rates(self._job, model=model, device=str(self._device), dtype=dtype_name(self._dtype))
+        explanation = facts.explain(
+            plan,
+            store,
+            decode_text=tokenizer.decode,
+            expected_share=rates.generated_share if rates is not None else 1.0,
+        )
+        self._engine_facts = facts
+        self._record.plan = facts.plan_record(explanation)
+
     def _summary(self, rows: Input, model: str, finished: bool) -> RunSummary:
         metrics = self._metrics
         counts = query(
-            "select count(distinct row_index) filter (error is null) as completed, "
-            "count(distinct row_index) filter (error is not null) as failed from completions",
+            "select count(*) filter (not failed) as completed, count(*) filter (failed) as failed "
+            "from (select bool_or(error is not null) as failed from completions "
+            f"where row_index < {rows.num_rows} group by row_index)",
             self._output.path,
         ).to_pylist()[0]
         engine_s = metrics.schedule_s + metrics.model_s + metrics.sample_s
@@ -304,9 +459,10 @@ class _Run:
             if metrics.num_allocated_slots
             else 0.0,
             device=str(self._device),
-            dtype=str(self._dtype).removeprefix("torch."),
-            kernels=select_kernels(self._device).name,
+            dtype=dtype_name(self._dtype),
+            kernels=self._kernels,
             model=model,
+            too_many_errors=self._errors.reason if self._errors is not None else None,
             tiers=self._tiers,
         )
 
@@ -344,14 +500,6 @@ class _ProgressTracker:
             kv_share=engine.scheduler.pool.num_used / engine.scheduler.pool.num_blocks,
             eta_s=elapsed * (1 - share) / share if share > 0.01 else None,
         )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise JobError("engine.device: cuda is asked for, but torch finds no CUDA device; use auto or cpu")
-    return torch.device(name)
 
 
 def _samples_by_row(store: PromptStore) -> dict[int, int]:

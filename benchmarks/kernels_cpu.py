@@ -2,13 +2,15 @@
 
     python benchmarks/kernels_cpu.py [--quick]
 
-Prints each target beside what was measured and ends with one JSON line. Shares are ratios within the run: the best of several passes of
-each side, taken in turn, so that a busy neighbour spoils both alike. Needs about 6 GB of memory; `--quick` a third, with fewer passes.
+Prints each target beside what was measured and ends with one JSON line. Shares are ratios within the run: the best of
+several passes of each side, taken in turn, so that a busy neighbour spoils both alike. Needs about 6 GB of memory;
+`--quick` a third, with fewer passes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import sys
 import time
@@ -23,6 +25,7 @@ import torch.nn.functional as F
 from batchllm import ops
 from batchllm.kernels.attention import CHUNK, AttentionPlan
 from batchllm.kernels.native import library as native_library
+from batchllm.kernels.native.memory import advise_huge_pages
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HIDDEN, FEED_FORWARD, VOCABULARY = 30, 9, 3, 64, 576, 1536, 49152
 """SmolLM2-135M."""
@@ -95,6 +98,7 @@ def make_plan(
 def make_pool(num_blocks: int) -> torch.Tensor:
     """A bf16 block pool of the model, every page touched."""
     pool = torch.empty(num_blocks, NUM_LAYERS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16)
+    advise_huge_pages(pool)
     block = torch.randn(pool.shape[1:]).bfloat16()
     for number in range(num_blocks):
         pool[number] = block
@@ -122,7 +126,9 @@ def measure_decode(kernels: ops.Kernels, *, num_sequences: int, context: int, pa
         + [(row, 1, context, context + 1, row, num_sequences + row) for row in rows],
         [[row, num_sequences + row] for row in rows],
     )
-    buffer = torch.ones(pool.numel() // 2, dtype=torch.float32)
+    buffer = torch.empty(pool.numel() // 2, dtype=torch.float32)
+    advise_huge_pages(buffer)
+    buffer.fill_(1.0)
     times = best_times(
         {
             "stream": buffer.sum,
@@ -142,7 +148,9 @@ def measure_decode(kernels: ops.Kernels, *, num_sequences: int, context: int, pa
 
 
 def measure_prefill(kernels: ops.Kernels, *, length: int, passes: int) -> dict[str, float]:
-    """Prefill attention of one prompt beside the machine's bf16 matrix rate: the better of oneDNN and the own product, square."""
+    """Prefill attention of one prompt beside the machine's bf16 matrix rate: the better of oneDNN and the own product,
+    square.
+    """
     num_blocks = -(-length // BLOCK_SIZE)
     pool = make_pool(num_blocks)
     query = torch.randn(length, NUM_HEADS, HEAD_DIM).bfloat16()
@@ -197,12 +205,96 @@ def measure_linear(kernels: ops.Kernels, *, passes: int) -> dict[str, dict[str, 
     return result
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer's weights, packed."""
+
+    norms: tuple[torch.Tensor, torch.Tensor]
+    qkv: Any
+    o: Any
+    gate_up: Any
+    down: Any
+
+
+def make_layers(kernels: ops.Kernels) -> list[Layer]:
+    def weight(out_size: int, in_size: int) -> torch.Tensor:
+        return (torch.randn(out_size, in_size) / in_size**0.5).bfloat16()
+
+    return [
+        Layer(
+            norms=(torch.ones(HIDDEN).bfloat16(), torch.ones(HIDDEN).bfloat16()),
+            qkv=kernels.pack_linear(weight((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, HIDDEN)),
+            o=kernels.pack_linear(weight(HIDDEN, NUM_HEADS * HEAD_DIM)),
+            gate_up=kernels.pack_linear_gated(weight(2 * FEED_FORWARD, HIDDEN)),
+            down=kernels.pack_linear(weight(HIDDEN, FEED_FORWARD)),
+        )
+        for _ in range(NUM_LAYERS)
+    ]
+
+
+def measure_step(kernels: ops.Kernels, *, num_sequences: int, context: int, passes: int) -> dict[str, float]:
+    """A decode step of the whole model, and the same matrix products and attention alone: what remains is everything
+    else.
+    """
+    blocks_each = context // BLOCK_SIZE + 1
+    pool = make_pool(num_sequences * blocks_each)
+    table = torch.randperm(num_sequences * blocks_each).reshape(num_sequences, blocks_each)
+    rope = {
+        "positions": torch.full((num_sequences,), context, dtype=torch.int32),
+        "slots": table[:, context // BLOCK_SIZE].contiguous() * BLOCK_SIZE + context % BLOCK_SIZE,
+        "num_heads": NUM_HEADS,
+    }
+    plan = make_plan(rope["positions"], table, [(row, 1, 0, context + 1, row, -1) for row in range(num_sequences)])
+    layers, vocabulary = make_layers(kernels), kernels.pack_linear(torch.randn(VOCABULARY, HIDDEN).bfloat16())
+    cos_sin = torch.randn(context + 1, HEAD_DIM).sin()
+    embedded = torch.randn(num_sequences, HIDDEN).bfloat16()
+    query = torch.randn(num_sequences, NUM_HEADS, HEAD_DIM).bfloat16()
+    gated = torch.randn(num_sequences, FEED_FORWARD).bfloat16()
+
+    def step() -> None:
+        hidden = embedded.clone()
+        for number, layer in enumerate(layers):
+            normed = kernels.rms_norm(hidden, layer.norms[0], eps=1e-5)
+            rotated = kernels.linear_rope_write_kv(normed, layer.qkv, cos_sin, pool, layer=number, **rope)
+            attended = kernels.attention(rotated, pool, layer=number, plan=plan, scale=HEAD_DIM**-0.5)
+            kernels.linear_add(attended.view(num_sequences, -1), layer.o, hidden)
+            normed = kernels.rms_norm(hidden, layer.norms[1], eps=1e-5)
+            kernels.linear_add(kernels.linear_silu_mul(normed, layer.gate_up), layer.down, hidden)
+        kernels.linear_argmax(kernels.rms_norm(hidden, layers[0].norms[0], eps=1e-5), vocabulary)
+
+    def products() -> None:
+        # The plain ends, so that the fused ones count as everything else.
+        for layer in layers:
+            kernels.linear(embedded, layer.qkv)
+            kernels.linear(embedded, layer.o)
+            kernels.linear(embedded, layer.gate_up)
+            kernels.linear(gated, layer.down)
+        kernels.linear_argmax(embedded, vocabulary)
+
+    times = best_times(
+        {"step": step, "products": products, "attention": lambda: each_layer(kernels, query, pool, plan)}, passes=passes
+    )
+    return {
+        "step_s": times["step"],
+        "step_products_s": times["products"],
+        "step_attention_s": times["attention"],
+        "other_share_of_step": 1 - (times["products"] + times["attention"]) / times["step"],
+    }
+
+
+def measure_call(passes: int) -> float:
+    """Seconds of Python and ctypes in one call of a kernel: an RMSNorm of one short row."""
+    kernels, x = ops.select_kernels(torch.device("cpu")), torch.ones(1, 16)
+    return (
+        best_times({"call": lambda: [kernels.rms_norm(x, x[0], eps=1e-5) for _ in range(1000)]}, passes=passes)["call"]
+        / 1000
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less memory and fewer passes")
-    parser.add_argument(
-        "--only", choices=["decode", "prefill", "step", "linear"], help="one part only, without the JSON line"
-    )
+    parser.add_argument("--only", choices=["decode", "prefill", "step", "linear"], help="one part only")
     options = parser.parse_args()
     library = native_library.load()
     kernels = ops.native_kernels()
@@ -210,18 +302,41 @@ def main() -> int:
         print(f"native kernels: {library}", file=sys.stderr)
         return 1
     passes = 3 if options.quick else 7
-    print(
-        f"{processor_name()}, {torch.get_num_threads()} threads, path {library.path_name()}, torch {torch.__version__}"
-    )
-    if options.only in (None, "decode"):
-        decode = measure_decode(kernels, num_sequences=24 if options.quick else 64, context=4 * CHUNK, passes=passes)
-        print(decode, flush=True)
-    if options.only in (None, "prefill"):
-        prefill = measure_prefill(kernels, length=2048, passes=passes)
-        print(prefill, flush=True)
-    if options.only in (None, "linear"):
-        linear = measure_linear(kernels, passes=passes)
+    num_threads = torch.get_num_threads()
+    print(f"{processor_name()}, {num_threads} threads, path {library.path_name()}, torch {torch.__version__}")
+    wanted = [options.only] if options.only else ["decode", "prefill", "step", "linear"]
+    measured: dict[str, Any] = {"path": library.path_name(), "threads": num_threads, "call_s": measure_call(passes)}
+    num_sequences = 24 if options.quick else 64
+    if "decode" in wanted:
+        measured |= measure_decode(kernels, num_sequences=num_sequences, context=4 * CHUNK, passes=passes)
+    if "prefill" in wanted:
+        measured |= measure_prefill(kernels, length=2048, passes=passes)
+    if "step" in wanted:
+        measured |= measure_step(kernels, num_sequences=num_sequences, context=CHUNK, passes=passes)
+    if "linear" in wanted:
+        measured["linear_vs_onednn"] = measure_linear(kernels, passes=passes)
+    for line in target_lines(measured):
+        print(f"{line.name:58} target {line.target:>8}  measured {line.measured:>8}  {'met' if line.met else 'missed'}")
+    print(json.dumps({key: round(value, 6) if isinstance(value, float) else value for key, value in measured.items()}))
     return 0
+
+
+def target_lines(measured: dict[str, Any]) -> list[Line]:
+    """The targets whose measurement was taken."""
+    targets = [
+        ("decode_bandwidth_share", "decode attention, share of a plain read of memory", 0.70, True),
+        ("shared_prefix_speedup", "shared prefix of 1,024 over private reads, times", 8.0, True),
+        ("prefill_matmul_share", "prefill attention, share of the bf16 matrix rate", 0.30, True),
+        ("other_share_of_step", "neither product nor attention, share of a step", 0.10, False),
+    ]
+    lines = []
+    for key, name, target, at_least in targets:
+        if key in measured:
+            value = measured[key]
+            met = value >= target if at_least else value < target
+            sign = ">=" if at_least else "<"
+            lines.append(Line(name=name, target=f"{sign} {target:.2f}", measured=f"{value:.2f}", met=met))
+    return lines
 
 
 def processor_name() -> str:

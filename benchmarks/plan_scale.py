@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchllm.plan.demand import simulate_demand
+from batchllm.plan.explain import EngineLimits, ModelFacts, explain
 from batchllm.plan.order import blend_order
 from batchllm.plan.plan import make_plan, most_decode_tokens
 from batchllm.plan.sort import sort_sequences
@@ -104,15 +104,22 @@ def main() -> None:
         del tokens, tree, order, decode
         plan = make_plan(store, prefix_sharing=True)
         lap("make_plan")
-        demand = simulate_demand(plan, max_sequences=256, step_tokens=2048, block_size=16)
-        lap("demand")
+        explanation = explain(
+            plan,
+            store,
+            model=ModelFacts(num_layers=30, num_kv_heads=3, head_dim=64, kv_dtype_bytes=2, context_tokens=8192),
+            limits=EngineLimits(max_sequences=256, step_tokens=2048),
+            rates=None,
+            decode_text=str,
+        )
+        lap("explain")
         store.close()
     result = {
         "num_prompts": plan.num_prompts,
         "prompt_tokens": plan.total_prompt_tokens,
         "unique_prompt_tokens": plan.unique_prompt_tokens,
         "num_nodes": plan.tree.num_nodes,
-        "peak_live_tokens": demand.peak_live_tokens,
+        "peak_live_tokens": explanation.peak_live_tokens,
         "seconds": seconds,
         "peak_rss_mib": round(peak_rss_mib()),
     }

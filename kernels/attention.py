@@ -44,6 +44,7 @@ class AttentionPlan:
     `block_table` [num_tables, max_blocks]: block ids by position // block_size; -1 where there is none.
     `items` [num_items, 6]: row_start, num_rows, kv_start, kv_stop, table, partial.
         `kv_start` is a multiple of CHUNK. Every row of the item sees at least position kv_start.
+        Every position below `kv_stop` is written, seen by a row or not; what the block holds behind it is never used, NaN included.
         `partial` -1: the item starts at 0 and holds all that its rows see; it writes the output itself.
         Otherwise row i of the item writes, for its j-th chunk, partial number `partial + j * num_rows + i`; an item that starts
         at 0 folds its chunks and has j = 0 only.

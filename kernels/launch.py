@@ -1,6 +1,7 @@
 """Triton where it is installed: its language, its decorator, and the one way in which a kernel is launched.
 
 Kernel files take `jit` and `tl` from here, so that their references import on a machine without Triton.
+Triton 3.6 or newer. The interpreter of 3.6 needs numpy below 2.4, that of 3.9 does not; compiled kernels do not mind.
 """
 
 from __future__ import annotations

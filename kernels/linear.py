@@ -75,13 +75,18 @@ def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     return _scaled_product(x, packed).to(x.dtype)
 
 
+def linear_logits(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """y in float32, the values that `linear_argmax` compares: a row must get the same token whichever of the two its batch needs.
+
+    The plain product rounds y to x's dtype on the way, as torch's does.
+    """
+    return (F.linear(x, packed.weight, packed.bias) if packed.scale is None else _scaled_product(x, packed)).float()
+
+
 def linear_argmax(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     """The index int64 [num_rows] of the largest of y's float32 values; the lowest index among equals."""
     # argmax leaves the choice among equals open, so the first maximum is found by comparison.
-    if packed.scale is None:
-        logits = F.linear(x, packed.weight, packed.bias).float()
-    else:
-        logits = _scaled_product(x, packed)
+    logits = linear_logits(x, packed)
     return (logits == logits.amax(dim=-1, keepdim=True)).to(torch.uint8).argmax(dim=-1)
 
 
@@ -143,6 +148,7 @@ def _linear_kernel(
     out_size: tl.tensor,
     in_size: tl.tensor,
     row_stride: tl.tensor,
+    out_stride: tl.tensor,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
@@ -150,6 +156,7 @@ def _linear_kernel(
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
     GROUP_TILES: tl.constexpr,
+    ADD: tl.constexpr,
 ) -> None:
     # Groups of row tiles go down the columns together: their part of x stays in the cache while weights stream through.
     tiles_down = tl.cdiv(num_rows, TILE_ROWS)
@@ -179,7 +186,10 @@ def _linear_kernel(
         TILE_DEPTH,
     )
     mask = (row < num_rows)[:, None] & (column < out_size)[None, :]
-    tl.store(out + row.to(tl.int64)[:, None] * out_size + column[None, :], y.to(out.dtype.element_ty), mask=mask)
+    place = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+    if ADD:
+        y += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(place, y.to(out.dtype.element_ty), mask=mask)
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -251,18 +261,29 @@ def linear_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     """`linear` on a GPU: torch's product for a plain weight, the Triton kernel for a quantised one."""
     if packed.scale is None:
         return F.linear(x, packed.weight, packed.bias)
-    num_rows = x.shape[0]
+    out = torch.empty(x.shape[0], packed.out_size, dtype=x.dtype, device=x.device)
+    _launch_product(x, packed, out, add=False)
+    return out
+
+
+def _launch_product(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor, *, add: bool) -> None:
+    """Writes y into the rows of `out`, or adds it to them before they are rounded."""
     config = _config(x, packed)
-    out = torch.empty(num_rows, packed.out_size, dtype=x.dtype, device=x.device)
-    num_tiles = -(-num_rows // config["tile_rows"]) * -(-packed.out_size // config["tile_columns"])
-    arguments = _product_arguments(x, packed, config)
+    num_tiles = -(-x.shape[0] // config["tile_rows"]) * -(-packed.out_size // config["tile_columns"])
+    ends = {"out": out, "out_stride": out.stride(0), "GROUP_TILES": 8, "ADD": add}
     launch(
         _linear_kernel,
         (num_tiles,),
         device=x.device,
-        arguments={**arguments, "out": out, "GROUP_TILES": 8},
+        arguments={**_product_arguments(x, packed, config), **ends},
         options=launch_options(config),
     )
+
+
+def linear_logits_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """`linear_logits` on a GPU: the float32 sums as they are, for any packed weight."""
+    out = torch.empty(x.shape[0], packed.out_size, dtype=torch.float32, device=x.device)
+    _launch_product(x, packed, out, add=False)
     return out
 
 
@@ -355,8 +376,13 @@ def linear_rope_write_kv(
 
 
 def linear_add_triton(x: torch.Tensor, packed: PackedLinear, residual: torch.Tensor) -> None:
-    """`linear_add`; the sum is torch's, one pass over the rows."""
-    residual += linear_triton(x, packed)
+    """`linear_add` on a GPU, at the end of the product: y is not rounded before it is added, nor written by itself."""
+    if packed.scale is not None:
+        _launch_product(x, packed, residual, add=True)
+    elif packed.bias is None:
+        residual.addmm_(x, packed.weight.t())
+    else:
+        residual += F.linear(x, packed.weight, packed.bias)
 
 
 def linear_silu_mul_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:

@@ -15,8 +15,8 @@ Filters, each a threshold on z, and equals at a threshold all stay, so that no o
 
 Bound: memory, the logits. On a GPU one program takes one row and never sorts, nor divides by the softmax's sum: a
 threshold is found digit by digit in the ordered bit pattern of the logits, 4 bits a pass, each pass weighing 16
-candidates at once. Greedy rows and rows without filters read their logits two times, filtered ones 8 times more per
-filter, from the second-level cache.
+candidates at once. A greedy row reads its logits once, a row without filters twice, and top-k and top-p read them 8 and
+9 times more, from the second-level cache.
 """
 
 from __future__ import annotations

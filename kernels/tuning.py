@@ -18,7 +18,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,12 +31,13 @@ SHARED_MEMORY_BYTES = {"sm_80": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 
 _LAUNCH_OPTIONS = ("num_warps", "num_stages")
 
 Config = Mapping[str, int]
+Table = dict[str, dict[str, dict[str, Config]]]
 
 
 @functools.cache
-def load_table(path: Path = TABLE_PATH) -> Mapping[str, Mapping[str, Mapping[str, Config]]]:
-    """The table as it lies in the repository."""
-    table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+def load_table() -> Table:
+    """The table as it lies in the repository; one object for the process, which only the script that tunes it changes."""
+    table: Table = json.loads(TABLE_PATH.read_text(encoding="utf-8"))
     return table
 
 

@@ -56,7 +56,9 @@ def test_relative_paths_are_taken_from_the_job_files_folder_and_dates_are_filled
 def test_defaults_of_sampling_are_those_of_the_engine_and_every_field_is_a_key(tmp_path: Path) -> None:
     job = load(tmp_path, GOOD.replace("sampling:\n  max_tokens: 32\n  temperature: 1e-5\n", ""))
     assert job.sampling.params() == SamplingParams()
-    assert set(type(job.sampling).model_fields) == {field.name for field in dataclasses.fields(SamplingParams)}
+    assert set(type(job.sampling).model_fields) == {field.name for field in dataclasses.fields(SamplingParams)} - {
+        "grammar"
+    }
 
 
 def test_a_number_in_exponent_form_is_a_number(tmp_path: Path) -> None:
@@ -86,7 +88,7 @@ def test_overrides_replace_and_add_values(tmp_path: Path) -> None:
         ("temperature: 1e-5", "min_tokens: 50", "/job.yaml:9: sampling: min_tokens 50 is above max_tokens 32"),
         ("name: summarise", "name: summarise\nname: b", "/job.yaml:2: not valid YAML: the key 'name' is written twice"),
         ("model: smollm2-135m\n", "", "/job.yaml: model: is missing"),
-        ("keep: [title]", "sql: select 1", "/job.yaml:3: input: needs exactly one of path and sql"),
+        ("keep: [title]", "sql: select 1", "/job.yaml:3: input: needs exactly one of path, sql and openai_batch"),
         (
             "  template: |\n    Summarise: {{ text }}",
             "  raw: true",
@@ -207,3 +209,34 @@ def test_sizes_are_bytes() -> None:
     for wrong in ("2 apples", "", -1, 0, True, None, "0", 1.5):
         with pytest.raises(ValueError, match="auto or a size"):
             parse_size(wrong)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "expected"),
+    [
+        ("schema: {type: strnig}", "output.schema: Invalid type: strnig"),
+        ("schema: {type: array, uniqueItems: true}", 'output.schema: Unimplemented keys: ["uniqueItems"]'),
+        ("schema: nothing.json", "output.schema: there is no file /nothing.json"),
+        ("regex: 'a('", "output.regex: not a valid regular expression: unclosed group"),
+        ("choice: [a, a]", "output.choice: names a label twice"),
+        ("choice: []", "output.choice: must be a list of at least one label"),
+        ("choices: [a]", "output.choices: unknown key; the nearest known key is choice"),
+    ],
+)
+def test_a_constraint_that_is_wrong_is_refused_with_its_key_and_line(
+    tmp_path: Path, constraint: str, expected: str
+) -> None:
+    assert error_of(tmp_path, f"{GOOD}  {constraint}\n") == f"/job.yaml:14: {expected}"
+
+
+def test_two_constraints_are_refused(tmp_path: Path) -> None:
+    message = error_of(tmp_path, f"{GOOD}  regex: a\n  choice: [b]\n")
+    assert message == "/job.yaml:12: output: takes one of schema, choice and regex, not choice and regex"
+
+
+def test_a_schema_file_is_found_beside_the_job_file_and_its_content_is_in_the_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "answer.json").write_text('{"type": "boolean"}')
+    job = load(tmp_path, f"{GOOD}  schema: answer.json\n")
+    assert job.output.json_schema == {"type": "boolean"}
+    assert job.fingerprint_parts()["output.schema"] == {"type": "boolean"}
+    assert job.output.grammar() == load(tmp_path, f"{GOOD}  schema: {{type: boolean}}\n").output.grammar()

@@ -10,14 +10,17 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 LAYERS = [
-    ["errors", "prompt", "__init__"],
+    ["errors", "prompt"],
     ["kernels", "storage"],
     ["ops"],
     ["models", "plan"],
     ["engine"],
-    ["job", "job_file", "data"],
-    ["run", "simulation"],
-    ["cli"],
+    ["job", "job_file", "job_schema", "data"],
+    ["run_record", "run_stages"],
+    ["run", "planning", "doctor", "simulation"],
+    ["nightly", "api"],
+    ["cli", "__init__"],
+    ["__main__"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
@@ -83,5 +86,19 @@ def test_help_does_not_import_torch() -> None:
         "import sys\nfrom batchllm.cli.main import cli\n"
         "try:\n    cli.main(['--help'], standalone_mode=False)\nexcept SystemExit: pass\n"
         "assert 'torch' not in sys.modules and 'pyarrow' not in sys.modules, 'imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_package_is_imported_without_torch_and_its_names_keep_their_meaning() -> None:
+    code = (
+        "import sys, batchllm\n"
+        "assert not {'torch', 'pyarrow', 'pydantic', 'llguidance'} & set(sys.modules), 'imported'\n"
+        "import batchllm.run, batchllm.plan.plan\n"
+        "from batchllm import Job, load_job, plan, run\n"
+        "assert callable(plan) and callable(run) and run.__module__ == 'batchllm.api'\n"
+        "assert batchllm.run is run and sys.modules['batchllm.run'].run_job is not None\n"
+        "try:\n    batchllm.nothing\nexcept AttributeError as error: assert 'nothing' in str(error)\n"
+        "else: raise AssertionError('an unknown name was found')"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

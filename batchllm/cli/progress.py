@@ -29,6 +29,10 @@ class ProgressView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the bar; a second call does nothing."""
         if self._bar is not None:
             self._bar.close()
 

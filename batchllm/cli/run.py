@@ -2,48 +2,64 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
-import signal
-import time
 from pathlib import Path
-from types import FrameType
 
 import click
+
+from batchllm.cli.options import run_options, stop_rules
 
 
 @click.command()
 @click.argument("job_file", type=click.Path(path_type=Path))
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of the job, as in engine.block_size=32."
-)
+@run_options
 @click.option(
     "--date",
     type=click.DateTime(["%Y-%m-%d"]),
     help="The date that the job sees; default today, or that of the run it resumes.",
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Run the first rows only.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON; nothing else.")
+@click.option(
+    "--summary", "summary_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the summary as JSON here."
+)
+@click.option(
+    "--metrics",
+    "metrics_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write Prometheus metrics here, for a textfile collector.",
+)
 @click.pass_context
 def run(
     context: click.Context,
     job_file: Path,
     overrides: tuple[str, ...],
-    date: datetime.datetime | None,
     limit: int | None,
+    deadline: str | None,
+    max_error_rate: str | None,
+    retry_errors: bool,
+    date: datetime.datetime | None,
     as_json: bool,
+    summary_file: Path | None,
+    metrics_file: Path | None,
 ) -> None:
     """Run JOB_FILE: what is done already stays, the rest is computed and written.
 
-    Exit codes: 0 every row completed, 1 the job could not run, 2 wrong usage, 3 finished with error rows, 4 another run is at it,
-    130 stopped (run it again to finish).
+    Exit codes: 0 every row completed, 1 the job could not run, no row of it completed or too many failed, 2 wrong usage, 3 finished with
+    error rows, 4 another run is at it, 130 stopped (run it again to finish).
     """
+    from batchllm.cli.stopping import StopWish
+
+    rules = stop_rules(deadline=deadline, max_error_rate=max_error_rate)
+    # Before the imports: they take seconds, and a night's stop may come during them.
+    stop = StopWish(deadline=rules.deadline)
+
     from batchllm.cli.progress import ProgressView
     from batchllm.cli.summary import summary_text
     from batchllm.data.parts import recorded_date
     from batchllm.job import load_job
-    from batchllm.run import Observer, run_job
+    from batchllm.nightly.unattended import Reports, run_unattended
+    from batchllm.run import Observer, RunOptions, summary_values
 
     job = load_job(job_file, overrides=overrides, date=date.date() if date else None)
     if date is None:
@@ -51,31 +67,15 @@ def run(
         recorded = recorded_date(Path(job.output.path))
         if recorded is not None and recorded != job.date:
             job = load_job(job_file, overrides=overrides, date=recorded)
-    stop = _StopSignals()
     with ProgressView(name=job.name, quiet=as_json) as view:
-        observer = Observer(note=view.note, progress=view.update, should_stop=stop.asked)
-        summary = run_job(job, limit=limit, observer=observer)
-    if as_json:
-        click.echo(json.dumps({**dataclasses.asdict(summary), "exit_code": summary.exit_code}, default=str))
-    else:
-        click.echo(summary_text(summary))
+        summary = run_unattended(
+            job,
+            job_file=job_file,
+            options=RunOptions(limit=limit, retry_errors=retry_errors, max_error_rate=rules.max_error_rate),
+            reports=Reports(summary=summary_file, metrics=metrics_file),
+            observer=Observer(note=view.note, progress=view.update, should_stop=stop.asked),
+        )
+    click.echo(json.dumps(summary_values(summary)) if as_json else summary_text(summary))
+    if summary.too_many_errors is not None:
+        click.echo(f"batchllm: {summary.too_many_errors}", err=True)
     context.exit(summary.exit_code)
-
-
-class _StopSignals:
-    """Turns the first SIGINT or SIGTERM into a wish to stop after the step; a second SIGINT ends the process at once."""
-
-    def __init__(self) -> None:
-        self._asked_at: float | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._asked_at is None:
-            self._asked_at = time.monotonic()
-            click.echo("stopping after this step; what is done is kept", err=True)
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt
-
-    def asked(self) -> bool:
-        return self._asked_at is not None

@@ -9,6 +9,8 @@ from batchllm.run import RunSummary
 def summary_text(summary: RunSummary) -> str:
     """What a person reads in the morning: what came of the rows, what it cost, where it is."""
     state = "finished" if summary.finished else "stopped; run the same command again to finish the rest"
+    if summary.too_many_errors is not None:
+        state = "gave up: too many rows carry an error"
     answered = summary.rows_completed + summary.rows_failed
     lines = [
         f"{summary.name}: {state}",

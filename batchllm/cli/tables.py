@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pyarrow as pa
 
@@ -10,13 +11,25 @@ _MAX_WIDTH = 80
 
 
 def as_json_rows(table: pa.Table) -> str:
-    """A JSON list with one object a row; what JSON has no form for becomes text."""
-    return json.dumps(table.to_pylist(), default=str, ensure_ascii=False)
+    """A JSON list with one object a row; what JSON has no form for becomes text, and a number that is none becomes null."""
+    rows = table.to_pylist()
+    try:
+        return json.dumps(rows, default=str, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(rows), default=str, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def as_text_table(table: pa.Table) -> str:
     """Columns aligned, numbers to the right, long cells cut; the number of rows below."""
-    names = table.schema.names
+    names = [_cell(name) for name in table.schema.names]
     cells = [[_cell(value) for value in column.to_pylist()] for column in table.columns]
     widths = [max([len(name), *map(len, column)]) for name, column in zip(names, cells, strict=True)]
     numeric = [_is_number(field.type) for field in table.schema]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
-from batchllm.data.kept import KeptRows
 from batchllm.prompt import Completion
 
 
+class Cells(Protocol):
+    """Cells that a row carries to the output, as a table with a column for each."""
+
+    def take(self, row_indices: np.ndarray) -> pa.Table: ...
+
+
 def completion_table(
-    rows: Sequence[Completion], *, schema: pa.Schema, kept: KeptRows, run_id: str, model: str
+    rows: Sequence[Completion], *, schema: pa.Schema, kept: Cells, run_id: str, model: str
 ) -> pa.Table:
     """The rows as they are written, in the order given, which is ascending in `row_index`."""
     row_index = np.fromiter((row.row_index for row in rows), dtype=np.int64, count=len(rows))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 
+from batchllm.data.earlier import STAGES_COLUMN, StageCompletions, stages_type, with_stages_column
+from batchllm.data.openai_input import CARRIED_COLUMNS, ID_COLUMN, spool_requests
 from batchllm.data.parquet_files import ParquetFiles, check_columns, find_files, open_files, read_batches
 from batchllm.data.schema import carried_fields, carried_type
 from batchllm.data.sections import InputSection, JobSections
@@ -24,6 +26,8 @@ class Input:
 
     `schema` is the input's own; `carried` are the fields that the output gets (`id`, then the kept columns).
     `fingerprint` says what must be the same on resume. `num_rows` is the number that this run takes (`--limit`).
+    `earlier` are the stages whose completions the rows carry already.
+    `holds_requests`: the rows are those that `openai_input` makes of a batch file.
     """
 
     name: str
@@ -34,6 +38,8 @@ class Input:
     num_rows: int
     fingerprint: dict[str, object]
     table: ParquetFiles
+    earlier: tuple[StageCompletions, ...] = ()
+    holds_requests: bool = False
 
     @property
     def total_rows(self) -> int:
@@ -42,12 +48,20 @@ class Input:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, a small batch at a time, with `columns` under the types they have. Raises InputError."""
-        left = self.num_rows
+        first_row = 0
         for batch in read_batches(self.table, self.columns, name=self.name):
-            if left <= 0:
+            if first_row >= self.num_rows:
                 return
-            yield batch.slice(0, left)
-            left -= batch.num_rows
+            piece = batch.slice(0, self.num_rows - first_row)
+            if self.earlier:
+                piece = with_stages_column(piece, first_row=first_row, earlier=self.earlier)
+            yield piece
+            first_row += batch.num_rows
+
+    def after(self, earlier: Sequence[StageCompletions]) -> Input:
+        """The same rows for a later stage: with a column `stages` of their completions so far."""
+        schema = self.schema.append(pa.field(STAGES_COLUMN, stages_type(earlier)))
+        return replace(self, schema=schema, earlier=tuple(earlier))
 
 
 def open_input(job: JobSections, *, spool_folder: Path, limit: int | None = None) -> Input:
@@ -57,6 +71,8 @@ def open_input(job: JobSections, *, spool_folder: Path, limit: int | None = None
     while the job runs. Raises InputError (or JobError for a bad query), one line.
     """
     section = job.input
+    if section.openai_batch is not None:
+        return _open_requests(Path(section.openai_batch), spool_folder=spool_folder, limit=limit)
     name = "input.sql" if section.sql is not None else "input.path"
     is_spooled, table = _open_table(job, spool_folder=spool_folder, name=name)
     columns = needed_columns(job, schema=table.schema)
@@ -65,8 +81,9 @@ def open_input(job: JobSections, *, spool_folder: Path, limit: int | None = None
         raise InputError(f"{name}: the input has no rows")
     carried = carried_fields(section, table.schema)
     _check_carried_types(table, section)
-    if job.prompt.messages is not None:
-        _check_messages_type(table, job.prompt.messages, name=name)
+    for stage in job.stage_jobs():
+        if stage.prompt.messages is not None:
+            _check_messages_type(table, stage.prompt.messages, name=name)
     return Input(
         name=name,
         schema=table.schema,
@@ -79,19 +96,47 @@ def open_input(job: JobSections, *, spool_folder: Path, limit: int | None = None
     )
 
 
+def _open_requests(path: Path, *, spool_folder: Path, limit: int | None) -> Input:
+    name = "input.openai_batch"
+    table = spool_requests(path, target=spool_folder / "input.parquet", name=name)
+    if table.num_rows == 0:
+        raise InputError(f"{name}: {path}: the file has no requests")
+    return Input(
+        name=name,
+        schema=table.schema,
+        columns=tuple(table.schema.names),
+        id_column=ID_COLUMN,
+        carried=(pa.field("id", pa.string()), *(table.schema.field(column) for column in CARRIED_COLUMNS)),
+        num_rows=table.num_rows if limit is None else min(limit, table.num_rows),
+        fingerprint=_spool_fingerprint(table),
+        table=table,
+        holds_requests=True,
+    )
+
+
 def needed_columns(job: JobSections, *, schema: pa.Schema) -> list[str]:
     """The columns that the job reads, in input order. Raises InputError naming one that is missing."""
-    section, prompt, names = job.input, job.prompt, list(schema.names)
+    section, names = job.input, list(schema.names)
     wanted: set[str] = set()
-    for key, text in (("template", prompt.template), ("system", prompt.system)):
-        if text is not None:
-            try:
-                wanted |= set(template_columns(text, columns=names))
-            except ValueError as error:
-                raise InputError(f"prompt.{key}: {error}") from None
-    named = {"prompt.messages": prompt.messages, "input.id": section.id}
+    named = {"input.id": section.id}
     named |= {f"input.keep.{index}": column for index, column in enumerate(section.keep)}
-    named |= {f"sampling.{field}": column for field, column in job.sampling.columns().items()}
+    stages = job.stage_jobs()
+    if len(stages) > 1 and STAGES_COLUMN in names:
+        raise InputError(
+            f"the input has a column {STAGES_COLUMN!r}, which in a job with stages is the name of their completions; "
+            "rename it with input.sql"
+        )
+    for number, stage in enumerate(stages):
+        at = f"stages.{number}." if len(stages) > 1 else ""
+        known = [*names, STAGES_COLUMN] if number else names
+        for key, text in (("template", stage.prompt.template), ("system", stage.prompt.system)):
+            if text is not None:
+                try:
+                    wanted |= set(template_columns(text, columns=known)) - ({STAGES_COLUMN} if number else set())
+                except ValueError as error:
+                    raise InputError(f"{at}prompt.{key}: {error}") from None
+        named[f"{at}prompt.messages"] = stage.prompt.messages
+        named |= {f"{at}sampling.{field}": column for field, column in stage.sampling.columns().items()}
     for key, column in named.items():
         if column is not None and column not in names:
             raise InputError(f"{key}: the input has no column {column!r}; its columns: {', '.join(names)}")

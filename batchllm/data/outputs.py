@@ -16,14 +16,14 @@ from types import TracebackType
 import numpy as np
 import pyarrow as pa
 
-from batchllm.data.completion_table import completion_table
-from batchllm.data.kept import KeptRows
+from batchllm.data.completion_table import Cells, completion_table
 from batchllm.data.lock import RunLock
 from batchllm.data.parts import (
     PART_NAME,
     STAGING_PREFIX,
     check_fingerprint,
     clear_leftovers,
+    drop_error_rows,
     part_name,
     read_done_rows,
     visible_parts,
@@ -76,6 +76,10 @@ class OutputFolder:
             check_fingerprint(part, expected=fingerprint)
         return read_done_rows(parts, num_rows=num_rows)
 
+    def drop_error_rows(self, *, below: int) -> int:
+        """Takes error rows with an index under `below` out of the parts; returns how many. Call it after `resume`."""
+        return sum(drop_error_rows(part, below=below) for part in visible_parts(self.path))
+
     def next_part_number(self) -> int:
         """One above the highest visible part."""
         parts = visible_parts(self.path)
@@ -125,7 +129,7 @@ class OutputWriter:
         output: OutputFolder,
         *,
         schema: pa.Schema,
-        kept: KeptRows,
+        kept: Cells,
         model: str,
         limits: PartLimits | None = None,
     ) -> None:

@@ -64,6 +64,36 @@ def write_part(table: pa.Table, path: Path, *, fingerprint: Mapping[str, object]
         ) from None
 
 
+def drop_error_rows(part: Path, *, below: int) -> int:
+    """Takes the rows with an error out of a visible part, so that they run again; returns how many input rows that are.
+
+    Only rows with an index under `below`. A row goes with all its samples. One rename puts the new part in the old
+    one's place, so at every moment each other row is in exactly one visible part, and a row that is taken out is either
+    still there with its error or not done. Raises OutputError.
+    """
+    try:
+        table = pq.read_table(part)
+    except (OSError, pa.ArrowException) as error:
+        raise OutputError(
+            f"{part}: cannot be read: {str(error).splitlines()[0]}; remove the file to compute its rows again"
+        ) from None
+    row_index = table.column("row_index").to_numpy()
+    has_error = table.column("error").is_valid().to_numpy() & (row_index < below)
+    failed = np.unique(row_index[has_error])
+    if failed.size == 0:
+        return 0
+    good = table.filter(pa.array(~np.isin(row_index, failed)))
+    if good.num_rows:
+        write_part(good, part, fingerprint=read_fingerprint(part))
+    else:
+        try:
+            os.unlink(part)
+            _sync_folder(part.parent)
+        except OSError as error:
+            raise OutputError(f"{part}: its error rows cannot be taken out: {error.strerror}") from None
+    return int(failed.size)
+
+
 def _sync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -75,7 +105,7 @@ def _sync_folder(folder: Path) -> None:
 def clear_leftovers(folder: Path) -> None:
     """Removes what a killed run left: unfinished parts and staging folders. Only under the folder's lock."""
     for entry in os.scandir(folder):
-        if entry.name.startswith(".part-") and entry.name.endswith(".parquet.tmp"):
+        if entry.name.startswith((".part-", ".batch_")) and entry.name.endswith(".tmp"):
             os.unlink(entry.path)
         elif entry.name.startswith(STAGING_PREFIX) and entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)

@@ -5,7 +5,9 @@ Each prompt is tokenised whole, in batches on all cores. A row that cannot be ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +17,15 @@ import pyarrow as pa
 from batchllm.data.cells import BadCell, carried_column, python_cells
 from batchllm.data.inputs import Input
 from batchllm.data.kept import KeptRows
-from batchllm.data.rendering import PromptRenderer, PromptTokenizer
-from batchllm.data.sections import JobSections, SamplingSection
+from batchllm.data.openai_bodies import SERVICE_DEFAULTS
+from batchllm.data.openai_input import SAMPLING_COLUMN
+from batchllm.data.rendering import History, PromptRenderer, PromptTokenizer
+from batchllm.data.sections import JobSections, SamplingSection, request_params
 from batchllm.errors import OutputError
 from batchllm.plan.store import PromptStore
+from batchllm.prompt import Grammar, SamplingParams
+
+_MAX_SEEN = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,13 @@ class Staging:
         except OSError as error:
             raise OutputError(f"{folder}: prompts cannot be staged: {error.strerror}") from None
 
+    def next_stage(self, folder: Path, *, done: np.ndarray) -> Staging:
+        """Prompts of a later stage, in new files of `folder`, over the same cells; its store is closed by the caller."""
+        try:
+            return Staging(store=PromptStore(folder), kept=self.kept, done=done)
+        except OSError as error:
+            raise OutputError(f"{folder}: prompts cannot be staged: {error.strerror}") from None
+
     def close(self) -> None:
         """Closes the files."""
         self.store.close()
@@ -53,26 +67,42 @@ class Staging:
 
 
 def stage_prompts(
-    job: JobSections, *, input: Input, tokenizer: PromptTokenizer, staging: Staging, max_context: int
+    job: JobSections,
+    *,
+    input: Input,
+    tokenizer: PromptTokenizer,
+    staging: Staging,
+    max_context: int,
+    should_stop: Callable[[], bool] = lambda: False,
+    history: History | None = None,
 ) -> Iterator[RowError]:
     """Reads the input once, stages every row and finishes the store; yields the rows that cannot be run, as they come.
 
+    `history` is given for a later stage, whose rows' cells are staged already.
+    `should_stop` is asked for each batch of rows; when it says so, the rest stays unread and the store unfinished.
     `max_context`: tokens of the model's context; a prompt must leave room for one more. The cells of a row are in
     `staging.kept` before its error is yielded. Raises InputError, JobError, ModelError, OutputError.
     """
-    renderer = PromptRenderer(job, input=input, tokenizer=tokenizer)
+    renderer = PromptRenderer(job, input=input, tokenizer=tokenizer, history=history)
     limit = max_context - 1 if job.prompt.max_prompt_tokens is None else job.prompt.max_prompt_tokens
     limit = min(limit, max_context - 1)
-    sampling = _RowSampling(job.sampling, staging.store)
+    grammar = job.output.grammar()
+    sampling = (
+        _RequestSampling(job.sampling, store=staging.store, grammar=grammar)
+        if input.holds_requests
+        else _RowSampling(job.sampling, store=staging.store, grammar=grammar)
+    )
     row_index = 0
     try:
         for batch in input.batches():
+            if should_stop():
+                return
             rows = np.arange(row_index, row_index + batch.num_rows)
             todo = ~staging.done[row_index : row_index + batch.num_rows]
             row_index += batch.num_rows
-            errors = _stage_carried(batch, input=input, kept=staging.kept)
+            errors = {} if history is not None else _stage_carried(batch, input=input, kept=staging.kept)
             if todo.any():
-                texts = renderer.render(batch, todo=todo, errors=errors)
+                texts = renderer.render(batch, first_row=int(rows[0]), todo=todo, errors=errors)
                 sampling_ids = sampling.ids(batch, todo=todo, errors=errors)
                 _stage_tokens(
                     staging.store,
@@ -149,12 +179,13 @@ def _stage_tokens(
 class _RowSampling:
     """The sampling of each row as a number of the store; equal cells are checked once."""
 
-    def __init__(self, section: SamplingSection, store: PromptStore) -> None:
+    def __init__(self, section: SamplingSection, *, store: PromptStore, grammar: Grammar | None) -> None:
         self._section = section
         self._store = store
+        self._grammar = grammar
         self._columns = section.columns()
         self._seen: dict[str, int | str] = {}
-        self._fixed = None if self._columns else store.intern_sampling(section.params())
+        self._fixed = None if self._columns else self._number(section.params())
 
     def ids(self, batch: pa.RecordBatch, *, todo: np.ndarray, errors: dict[int, str]) -> dict[int, int]:
         places = [place for place in np.flatnonzero(todo).tolist() if place not in errors]
@@ -166,7 +197,7 @@ class _RowSampling:
             values = {name: column[place] for name, column in cells.items()}
             key = repr(values)
             if key not in self._seen:
-                if len(self._seen) > 100_000:
+                if len(self._seen) > _MAX_SEEN:
                     self._seen.clear()
                 self._seen[key] = self._check(values)
             number = self._seen[key]
@@ -181,6 +212,45 @@ class _RowSampling:
             if isinstance(value, BadCell):
                 return str(value)
         try:
-            return self._store.intern_sampling(self._section.params(values))
+            return self._number(self._section.params(values))
         except ValueError as error:
             return str(error)
+
+    def _number(self, params: SamplingParams) -> int:
+        return self._store.intern_sampling(dataclasses.replace(params, grammar=self._grammar))
+
+
+class _RequestSampling:
+    """The sampling of each request of a batch file as a number of the store; equal ones are checked once."""
+
+    def __init__(self, section: SamplingSection, *, store: PromptStore, grammar: Grammar | None) -> None:
+        self._section = section
+        self._store = store
+        self._grammar = grammar
+        self._seen: dict[tuple[str, str], int | str] = {}
+
+    def ids(self, batch: pa.RecordBatch, *, todo: np.ndarray, errors: dict[int, str]) -> dict[int, int]:
+        urls = batch.column("request_url").to_pylist()
+        texts = batch.column(SAMPLING_COLUMN).to_pylist()
+        found: dict[int, int] = {}
+        for place in np.flatnonzero(todo).tolist():
+            if place in errors:
+                continue
+            key = (urls[place], texts[place])
+            if key not in self._seen:
+                if len(self._seen) > _MAX_SEEN:
+                    self._seen.clear()
+                self._seen[key] = self._check(*key)
+            number = self._seen[key]
+            if isinstance(number, str):
+                errors[place] = number
+            else:
+                found[place] = number
+        return found
+
+    def _check(self, url: str, text: str) -> int | str:
+        try:
+            params = request_params(self._section, defaults=SERVICE_DEFAULTS[url], values=json.loads(text))
+        except ValueError as error:
+            return str(error)
+        return self._store.intern_sampling(dataclasses.replace(params, grammar=self._grammar))

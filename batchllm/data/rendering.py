@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +14,9 @@ import pyarrow as pa
 
 from batchllm.data.cells import BadCell, python_cells
 from batchllm.data.control_tokens import ControlTokens, Segment, free_plane, unshield
+from batchllm.data.earlier import STAGES_COLUMN
 from batchllm.data.inputs import Input
+from batchllm.data.openai_input import ERROR_COLUMN, REQUEST_COLUMN
 from batchllm.data.sections import JobSections, PromptSection
 from batchllm.data.templates import compile_chat_template, compile_template, null_cell, template_columns
 from batchllm.errors import JobError, ModelError
@@ -33,10 +36,34 @@ class PromptTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """The final text of a row. `plane` is set where data was shielded (see `control_tokens`)."""
+    """The final text of a row. `plane` is set where data was shielded (see `control_tokens`).
+
+    `is_raw`: no chat template was used, so a BOS that the model wants is not in it.
+    `prefix`: tokens that stand before those of the text, where a conversation goes on.
+    """
 
     text: str
     plane: int | None
+    is_raw: bool = False
+    prefix: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What came before a stage: the jobs and names of the earlier stages, the previous one last.
+
+    `spoken`: the tokens of a row's previous prompt and completion, int32; None where these are not exactly its text.
+    """
+
+    jobs: tuple[JobSections, ...]
+    names: tuple[str, ...]
+    spoken: Callable[[int], np.ndarray | None]
+
+    def before(self) -> History | None:
+        """What came before the previous stage. Its tokens lie within those of the previous stage and are not asked for."""
+        if len(self.jobs) == 1:
+            return None
+        return History(self.jobs[:-1], self.names[:-1], lambda row_index: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +95,17 @@ class _Row:
 class PromptRenderer:
     """The templates of a job, compiled, and the model's chat template. Raises JobError or ModelError when made."""
 
-    def __init__(self, job: JobSections, *, input: Input, tokenizer: PromptTokenizer) -> None:
+    def __init__(
+        self, job: JobSections, *, input: Input, tokenizer: PromptTokenizer, history: History | None = None
+    ) -> None:
         prompt = job.prompt
+        self._history = history
+        self._previous: PromptRenderer | None = None
+        if prompt.continues:
+            assert history is not None
+            self._previous = PromptRenderer(
+                history.jobs[-1], input=input, tokenizer=tokenizer, history=history.before()
+            )
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._date = job.date
@@ -78,10 +114,17 @@ class PromptRenderer:
         self._template = self._compiled(prompt.template, key="prompt.template")
         self._system = self._compiled(prompt.system, key="prompt.system")
         self._sources = [text for text in (prompt.template, prompt.system) if text is not None]
-        self._columns = _rendered_columns(prompt, input=input)
+        self._holds_requests = input.holds_requests
+        self._columns = (
+            [ERROR_COLUMN, REQUEST_COLUMN] if input.holds_requests else _rendered_columns(prompt, input=input)
+        )
+        if self._previous is not None:
+            self._sources += self._previous._sources
+            self._columns = list(dict.fromkeys([*self._columns, *self._previous._columns, STAGES_COLUMN]))
         self._chat: jinja2.Template | None = None
         self._names: dict[str, str] = {}
-        if not prompt.raw:
+        # Requests may all be raw prompts, which a model without a chat template can run.
+        if not prompt.raw and not (input.holds_requests and tokenizer.chat_template is None):
             self._chat = _compiled_chat(tokenizer, date=job.date)
             texts = {token_id: text for text, token_id in tokenizer.special_tokens.items()}
             named = {"bos_token": tokenizer.bos_id, "eos_token": min(tokenizer.eos_ids, default=None)}
@@ -97,15 +140,21 @@ class PromptRenderer:
         writes_control = self._control.num_matches(text) > 0
         return _RowTemplate(key=key, source=text, template=template, writes_control=writes_control)
 
-    def render(self, batch: pa.RecordBatch, *, todo: np.ndarray, errors: dict[int, str]) -> dict[int, RenderedPrompt]:
-        """The final text of each row of `todo` that has no error yet, by place in the batch; adds to `errors`."""
+    def render(
+        self, batch: pa.RecordBatch, *, first_row: int = 0, todo: np.ndarray, errors: dict[int, str]
+    ) -> dict[int, RenderedPrompt]:
+        """The final text of each row of `todo` that has no error yet, by place in the batch; adds to `errors`.
+
+        `first_row`: row index of the first row of the batch.
+        """
         columns = {name: python_cells(batch.column(name), column=name) for name in self._columns}
         found: dict[int, RenderedPrompt] = {}
         for place in np.flatnonzero(todo).tolist():
             if place in errors:
                 continue
             try:
-                rendered = self._render_row({name: cells[place] for name, cells in columns.items()})
+                cells = {name: column[place] for name, column in columns.items()}
+                rendered = self._render_row(cells, row_index=first_row + place)
                 rendered.text.encode("utf-8")
                 found[place] = rendered
             except BadCell as error:
@@ -114,34 +163,71 @@ class PromptRenderer:
                 errors[place] = f"the prompt is no text at character {error.start}: {error.reason}"
         return found
 
-    def _render_row(self, cells: dict[str, Any]) -> RenderedPrompt:
+    def _render_row(self, cells: dict[str, Any], *, row_index: int) -> RenderedPrompt:
         for value in cells.values():
             if isinstance(value, BadCell):
                 raise value
         row = _Row(cells, sources=self._sources)
-        if self._template is not None:
-            text = self._fill(self._template, row)
-            if not text:
-                raise BadCell("the prompt is empty: prompt.template gave no text")
-            if self._chat is None:
-                return RenderedPrompt(text, row.plane)
-            messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
+        raw = self._raw_text(row)
+        if raw is not None:
+            return RenderedPrompt(raw, row.plane, is_raw=True)
+        messages = self._conversation(row)
+        text = self._chat_text(messages)
+        if self._previous is not None and self._history is not None and row.plane is None:
+            # The model reads on where it stopped: the tokens that it wrote, not those that their text would be cut into.
+            spoken = self._history.spoken(row_index)
+            head = self._chat_text(messages[:-2]) + messages[-2]["content"]
+            if spoken is not None and text.startswith(head):
+                return RenderedPrompt(text[len(head) :], None, prefix=spoken)
+        return RenderedPrompt(text, row.plane)
+
+    def _raw_text(self, row: _Row) -> str | None:
+        """The prompt of a row that takes no chat template; None for a conversation."""
+        if not self._holds_requests:
+            return self._user_text(row) if self._chat is None else None
+        request = _request(row.cells)
+        if "messages" not in request:
+            return str(self._shielded(request["prompt"], row))
+        if self._chat is None:
+            raise BadCell("the model has no chat template; only /v1/completions can be run with it")
+        return None
+
+    def _user_text(self, row: _Row) -> str:
+        assert self._template is not None
+        text = self._fill(self._template, row)
+        if not text:
+            raise BadCell("the prompt is empty: prompt.template gave no text")
+        return text
+
+    def _conversation(self, row: _Row) -> list[dict[str, Any]]:
+        """The messages of a row, shielded."""
+        if self._previous is not None and self._history is not None:
+            answer = self._shielded(row.cells[STAGES_COLUMN][self._history.names[-1]], row)
+            said = {"role": "assistant", "content": answer}
+            return [*self._previous._conversation(row), said, {"role": "user", "content": self._user_text(row)}]
+        messages: list[dict[str, Any]]
+        if self._holds_requests:
+            messages = self._shielded(_request(row.cells)["messages"], row)
+        elif self._template is not None:
+            messages = [{"role": "user", "content": self._user_text(row)}]
         else:
             assert self._prompt.messages is not None
             column = self._prompt.messages
             messages = [
                 {key: self._shielded(part, row) for key, part in message.items()}
-                for message in _messages(cells[column], column=column)
+                for message in _messages(row.cells[column], column=column)
             ]
         if self._system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._fill(self._system, row)})
+        return messages
+
+    def _chat_text(self, messages: list[dict[str, Any]]) -> str:
         assert self._chat is not None
         try:
-            text = self._chat.render(messages=messages, add_generation_prompt=True, **self._names)
+            return self._chat.render(messages=messages, add_generation_prompt=True, **self._names)
         # A template can raise anything that Python can; whatever it is, only this row is lost.
         except Exception as error:  # noqa: BLE001
             raise BadCell(f"the model's chat template: {_reason(error)}") from None
-        return RenderedPrompt(text, row.plane)
 
     def _fill(self, template: _RowTemplate, row: _Row) -> str:
         """The template's text for a row, shielded where cells could form a control string."""
@@ -192,8 +278,12 @@ class PromptRenderer:
         }
         if segments:
             found |= self._encode_segments(segments)
-        if self._prompt.raw and self._tokenizer.add_bos and self._tokenizer.bos_id is not None:
-            found = {place: _with_bos(ids, self._tokenizer.bos_id) for place, ids in found.items()}
+        for place, rendered in texts.items():
+            if rendered.prefix is not None:
+                found[place] = np.concatenate([rendered.prefix, found[place]])
+        bos_id = self._tokenizer.bos_id
+        if self._tokenizer.add_bos and bos_id is not None:
+            found = {place: _with_bos(ids, bos_id) if texts[place].is_raw else ids for place, ids in found.items()}
         return found
 
     def _encode_segments(self, segments: dict[int, list[Segment]]) -> dict[int, np.ndarray]:
@@ -214,6 +304,14 @@ def _with_bos(ids: np.ndarray, bos_id: int) -> np.ndarray:
     if len(ids) == 0 or ids[0] == bos_id:
         return ids
     return np.concatenate([np.array([bos_id], dtype=np.int32), ids])
+
+
+def _request(cells: dict[str, Any]) -> dict[str, Any]:
+    """`messages` or `prompt` of a batch file's line. Raises BadCell for a line that cannot be run."""
+    if cells[ERROR_COLUMN] is not None:
+        raise BadCell(cells[ERROR_COLUMN])
+    request: dict[str, Any] = json.loads(cells[REQUEST_COLUMN])
+    return request
 
 
 def _messages(value: Any, *, column: str) -> list[dict[str, Any]]:

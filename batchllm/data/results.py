@@ -1,4 +1,4 @@
-"""Reading a run's output with DuckDB: the views `completions` and `errors`, in plain SQL over the visible parts."""
+"""Reading a run's output with DuckDB: the views `completions`, `errors`, `runs`, `steps` and `tiers`, in plain SQL."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import duckdb
 import pyarrow as pa
 
 from batchllm.data.parts import visible_parts
+from batchllm.data.run_views import empty_select, files_text, run_view_statements
 from batchllm.data.schema import completion_schema
 from batchllm.errors import JobError, OutputError
 
 
 def view_statements(folder: Path | str) -> list[str]:
-    """The SQL that defines the views over the parts that are visible now; it runs in any DuckDB.
+    """The SQL that defines the views over the parts and run folders that are there now; it runs in any DuckDB.
 
     With no part yet, `completions` is empty and has the columns that every job writes.
     """
     parts = visible_parts(Path(folder))
     if parts:
-        files = ", ".join(_quoted(str(part)) for part in parts)
-        source = f"SELECT * FROM read_parquet([{files}])"
+        source = f"SELECT * FROM read_parquet({files_text(parts)})"
     else:
-        source = f"SELECT {_empty_columns()} WHERE false"
+        source = empty_select(_empty_columns())
     return [
         f"CREATE OR REPLACE VIEW completions AS {source} ORDER BY row_index, sample_index",
         "CREATE OR REPLACE VIEW errors AS SELECT * FROM completions WHERE error IS NOT NULL",
+        *run_view_statements(Path(folder)),
     ]
 
 
@@ -50,7 +51,7 @@ def query(sql: str, folder: Path | str) -> pa.Table:
             raise JobError(f"one SQL statement is wanted, not {len(statements)}")
         relation = connection.sql(statements[0])
         if relation is None:
-            raise JobError("query: the statement gives no rows; write a SELECT over completions or errors")
+            raise JobError("query: the statement gives no rows; write a SELECT")
         return relation.to_arrow_table()
     except duckdb.Error as error:
         raise JobError(f"query: {_first_line(error)}") from None
@@ -58,15 +59,11 @@ def query(sql: str, folder: Path | str) -> pa.Table:
         connection.close()
 
 
-def _empty_columns() -> str:
+def _empty_columns() -> dict[str, str]:
     carried = [pa.field("id", pa.string())]
     schema = completion_schema(carried, with_token_ids=False, with_logprobs=False)
     names = {pa.string(): "VARCHAR", pa.int64(): "BIGINT", pa.int32(): "INTEGER", pa.float64(): "DOUBLE"}
-    return ", ".join(f"CAST(NULL AS {names[field.type]}) AS {field.name}" for field in schema)
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
+    return {field.name: names[field.type] for field in schema}
 
 
 def _first_line(error: Exception) -> str:

@@ -7,14 +7,28 @@ Every key has one reader. Values are taken strictly (a quoted number is no numbe
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from jinja2 import TemplateSyntaxError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
-from batchllm.prompt import SamplingParams
+from batchllm.data.constraints import choice_grammar, read_schema, regex_grammar, schema_grammar
+from batchllm.data.templates import compile_template
+from batchllm.prompt import Grammar, SamplingParams
 
 
 class Section(BaseModel):
@@ -30,53 +44,151 @@ class ColumnName(Section):
 
 
 class InputSection(Section):
-    """Where the rows come from. `path` is absolute once the job is loaded; `sql` reads files from the job's folder."""
+    """Where the rows come from. Paths are absolute once the job is loaded; `sql` reads files from the job's folder.
+
+    `openai_batch` is a file of requests, which bring their own prompts, ids and sampling. A job file names one of the
+    three; a job made in Python may be given its rows when it runs.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": [key]} for key in ("path", "sql", "openai_batch")]}
+    )
 
     path: Annotated[str, Field(min_length=1)] | None = None
     sql: Annotated[str, Field(min_length=1)] | None = None
+    openai_batch: Annotated[str, Field(min_length=1)] | None = None
     id: Annotated[str, Field(min_length=1)] | None = None
     keep: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
     @model_validator(mode="after")
     def _one_source(self) -> InputSection:
-        if (self.path is None) == (self.sql is None):
-            raise ValueError("needs exactly one of path and sql")
+        if sum(source is not None for source in (self.path, self.sql, self.openai_batch)) > 1:
+            raise ValueError("needs exactly one of path, sql and openai_batch")
+        if self.openai_batch is not None and (self.id is not None or self.keep):
+            raise ValueError("a batch file has no columns, so there is no id and nothing to keep; the id is custom_id")
         if len(set(self.keep)) != len(self.keep):
             raise ValueError("keep names a column twice")
         return self
 
 
+def _checked_template(text: str | None) -> str | None:
+    if text is not None:
+        try:
+            compile_template(text)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"not a valid template, at its line {error.lineno}: {error.message}") from None
+    return text
+
+
+Template = Annotated[str | None, AfterValidator(_checked_template)]
+
+
 class PromptSection(Section):
-    """How a row becomes a prompt. `template` and `system` are Jinja2 over the row's columns and `date`.
+    """How a row becomes a prompt; in a job with stages, how a row becomes the prompt of one stage. `template` and `system` are Jinja2 over the row's columns and `date`.
 
     Text from cells is data: a control-token string in a cell (`<|im_end|>`) is encoded as plain text unless
     `allow_control_tokens`. A prompt above `max_prompt_tokens` (default: what the model's context leaves) is an error
-    row, or is cut at its left or right end when `truncate` says so.
+    row, or is cut at its left or right end when `truncate` says so. The requests of a batch file need none of this but
+    may be given `allow_control_tokens`, `max_prompt_tokens` and `truncate`.
+
+    `continue: true`, in a later stage: the template's text is the next user turn of the previous stage's conversation.
     """
 
-    template: str | None = None
+    template: Template = None
     messages: Annotated[str, Field(min_length=1)] | None = None
-    system: str | None = None
+    system: Template = None
     raw: bool = False
     allow_control_tokens: bool = False
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     truncate: Literal[False, "left", "right"] = False
+    continues: Annotated[bool, Field(alias="continue")] = False
 
     @model_validator(mode="after")
     def _one_kind(self) -> PromptSection:
-        if (self.template is None) == (self.messages is None):
+        if self.template is not None and self.messages is not None:
             raise ValueError("needs exactly one of template and messages")
         if self.raw and self.messages is not None:
             raise ValueError("raw sends the template's text as it is, so it cannot be used with messages")
         if self.raw and self.system is not None:
             raise ValueError("raw has no chat template, so there is no place for system")
+        if self.continues and (self.raw or self.system is not None or self.messages is not None):
+            raise ValueError("continue adds a user turn to a conversation, so it takes a template and nothing else")
         return self
 
 
-class OutputSection(Section):
-    """The folder of the completions, absolute once the job is loaded. `token_ids` adds a column with the ids."""
+def _checked_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    if value is not None:
+        schema_grammar(value)
+    return value
 
-    path: Annotated[str, Field(min_length=1)]
+
+def _label_list(value: object) -> object:
+    if value is not None and (not isinstance(value, (list, tuple)) or not value):
+        raise ValueError("must be a list of at least one label")
+    return value
+
+
+def _checked_labels(value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    if value is not None:
+        if len(set(value)) != len(value):
+            raise ValueError("names a label twice")
+        choice_grammar(value)
+    return value
+
+
+def _checked_regex(value: str | None) -> str | None:
+    if value is not None:
+        regex_grammar(value)
+    return value
+
+
+class ConstraintSection(Section):
+    """What every completion must be; at most one of these, all checked when the job is loaded.
+
+    `schema`: JSON that a JSON Schema takes (a mapping, or the path of a .json file). `choice`: one of these labels.
+    `regex`: text that a regular expression matches from start to end. A completion that reaches `max_tokens` first is
+    cut inside its form; its `finish_reason` says `length`.
+    """
+
+    json_schema: Annotated[
+        dict[str, Any] | None, Field(alias="schema"), BeforeValidator(read_schema), AfterValidator(_checked_schema)
+    ] = None
+    choice: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...] | None,
+        Field(strict=False),
+        BeforeValidator(_label_list),
+        AfterValidator(_checked_labels),
+    ] = None
+    regex: Annotated[str | None, Field(min_length=1), AfterValidator(_checked_regex)] = None
+
+    @model_validator(mode="after")
+    def _one_constraint(self) -> ConstraintSection:
+        given = [name for name, value in self.constraint_values().items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"takes one of schema, choice and regex, not {' and '.join(given)}")
+        return self
+
+    def constraint_values(self) -> dict[str, object]:
+        """What was given under the keys of the job file, as plain JSON values."""
+        choice = None if self.choice is None else list(self.choice)
+        return {"schema": self.json_schema, "choice": choice, "regex": self.regex}
+
+    def grammar(self) -> Grammar | None:
+        """The constraint for the engine; None: free text."""
+        if self.json_schema is not None:
+            return schema_grammar(self.json_schema)
+        if self.choice is not None:
+            return choice_grammar(self.choice)
+        return None if self.regex is None else regex_grammar(self.regex)
+
+
+class OutputSection(ConstraintSection):
+    """The folder of the completions, absolute once the job is loaded. `token_ids` adds a column with the ids.
+
+    A job file names the folder; a job made in Python may leave it out.
+    """
+
+    path: Annotated[str, Field(min_length=1)] = ""
     token_ids: bool = False
 
 
@@ -127,6 +239,24 @@ _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 _Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
+_Strings = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    Field(strict=False),
+    BeforeValidator(_stop_strings),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}
+    ),
+]
+_Biases = Annotated[
+    tuple[tuple[int, float], ...],
+    Field(strict=False),
+    BeforeValidator(_bias_pairs),
+    WithJsonSchema(
+        {"type": "object", "additionalProperties": {"type": "number"}, "propertyNames": {"pattern": "^[0-9]+$"}}
+    ),
+]
+
+
 class SamplingSection(Section):
     """How completions are sampled: the fields of `SamplingParams`, each a value or `{column: name}`.
 
@@ -142,13 +272,11 @@ class SamplingSection(Section):
     repetition_penalty: PerRow[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = 1.0
     presence_penalty: PerRow[_Penalty] = 0.0
     frequency_penalty: PerRow[_Penalty] = 0.0
-    logit_bias: PerRow[Annotated[tuple[tuple[int, float], ...], Field(strict=False), BeforeValidator(_bias_pairs)]] = ()
+    logit_bias: PerRow[_Biases] = ()
     seed: PerRow[_Seed | None] = None
     n: PerRow[Annotated[int, Field(ge=1, le=1024)]] = 1
     logprobs: PerRow[Annotated[int, Field(ge=0, le=20)] | None] = None
-    stop: PerRow[
-        Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), BeforeValidator(_stop_strings)]
-    ] = ()
+    stop: PerRow[_Strings] = ()
     stop_token_ids: PerRow[_TokenIds] = ()
     ignore_eos: PerRow[bool] = False
 
@@ -191,6 +319,22 @@ class SamplingSection(Section):
         return SamplingParams(**{name: getattr(row, name) for name in type(row).model_fields})
 
 
+def request_params(
+    section: SamplingSection, *, defaults: Mapping[str, object], values: Mapping[str, object]
+) -> SamplingParams:
+    """The sampling of a request: what it sets itself, else what the job's file sets, else `defaults`.
+
+    Raises ValueError, one line, where these do not go together.
+    """
+    written = {name: getattr(section, name) for name in section.model_fields_set}
+    try:
+        row = SamplingSection.model_validate({**defaults, **written, **values})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(": ".join([*map(str, first["loc"][:1]), describe(first)])) from None
+    return row.params()
+
+
 _WHOLE_FIELDS = frozenset({"max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs"})
 
 
@@ -201,6 +345,18 @@ def _plain_number(value: object, *, whole: bool) -> object:
     if whole and isinstance(value, float) and value.is_integer():
         return int(value)
     return value
+
+
+class StageSection(Section):
+    """One of several passes over the rows. Later ones may use its completion, `{{ stages.<name> }}`.
+
+    `sampling` left out takes the job's. `output` says what this stage's completion must be.
+    """
+
+    name: Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
+    prompt: PromptSection
+    sampling: SamplingSection | None = None
+    output: ConstraintSection = ConstraintSection()
 
 
 class JobSections(Protocol):
@@ -218,6 +374,7 @@ class JobSections(Protocol):
     def date(self) -> datetime.date: ...
     @property
     def folder(self) -> Path: ...
+    def stage_jobs(self) -> Sequence[JobSections]: ...
 
 
 def describe(error: Mapping[str, Any]) -> str:

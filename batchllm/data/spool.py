@@ -74,8 +74,12 @@ def _connection(spool_folder: Path, *, name: str) -> Iterator[duckdb.DuckDBPyCon
 
 
 def _write(relation: duckdb.DuckDBPyRelation, spool_folder: Path) -> Path:
+    return spool_batches(relation.to_arrow_reader(1024), spool_folder=spool_folder)
+
+
+def spool_batches(reader: pa.RecordBatchReader, *, spool_folder: Path) -> Path:
+    """Writes a stream of rows to a file of that folder, in bounded memory, and returns the file. Raises OSError, ArrowException."""
     path = spool_folder / "input.parquet"
-    reader = relation.to_arrow_reader(1024)
     with pq.ParquetWriter(path, reader.schema, compression="zstd", compression_level=1) as writer:
         batches: list[pa.RecordBatch] = []
         waiting_bytes = 0

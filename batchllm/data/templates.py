@@ -40,6 +40,11 @@ def compile_template(text: str) -> jinja2.Template:
     return _ROW_ENVIRONMENT.from_string(text)
 
 
+def parse_template(text: str) -> nodes.Template:
+    """A job's template as a tree. Raises jinja2.TemplateSyntaxError."""
+    return _ROW_ENVIRONMENT.parse(text)
+
+
 def template_columns(text: str, *, columns: Sequence[str]) -> list[str]:
     """The input columns that a template reads, in input order. Raises ValueError naming one that is not there.
 

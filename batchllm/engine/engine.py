@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from batchllm.engine.blocks import num_blocks_for
+from batchllm.engine.grammar import GrammarMasks
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.pool import KvShape, make_pool
 from batchllm.engine.sampling import LogprobEntry, Sampler
@@ -91,6 +92,8 @@ class Vocabulary(Protocol):
     def token_bytes(self) -> Sequence[bytes]: ...
     @property
     def special_tokens(self) -> Mapping[str, int]: ...
+
+    def encode_batch(self, texts: Sequence[str], *, allow_special: bool = True) -> list[np.ndarray]: ...
 
 
 class Store(Protocol):
@@ -175,6 +178,9 @@ class Engine:
             token_bytes=vocabulary.token_bytes,
             control_tokens=vocabulary.special_tokens,
         )
+        self._grammars = GrammarMasks(
+            vocabulary=vocabulary, vocab_size=decoder.config.vocab_size, max_sequences=config.max_sequences
+        )
         self._records: dict[int, _Record] = {}
         self._is_noted = np.zeros(config.max_sequences, dtype=bool)
         self.mover = None
@@ -210,7 +216,8 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Ends what is on its way to the tiers and closes them."""
+        """Ends what is on its way to the tiers and closes them; ends the threads of grammars."""
+        self._grammars.close()
         if self.mover is not None:
             self.mover.close()
 
@@ -294,6 +301,8 @@ class Engine:
                 ending_ids=self._stopping.ending_ids(record.params),
             )
             self._stopping.add(slot, record.params, output_ids=output.tolist())
+            if record.params.grammar is not None:
+                self._grammars.add(slot, record.params.grammar, output_ids=output.tolist())
 
     def _note_reuse(self, slots: np.ndarray) -> None:
         """Once an admission: what the sequence did not have to compute, known when its first token is sampled."""
@@ -314,8 +323,12 @@ class Engine:
     def _on_preempt(self, slot: int) -> None:
         self._records[int(self.scheduler.table.position[slot])].preemptions += 1
         self.metrics.preemptions += 1
+        self._remove_row(slot)
+
+    def _remove_row(self, slot: int) -> None:
         self._sampler.remove(slot)
         self._stopping.remove(slot)
+        self._grammars.remove(slot)
 
     def _forward(self, step: ScheduledStep, batch: StepBatch) -> torch.Tensor:
         decoder = self.decoder
@@ -357,9 +370,11 @@ class Engine:
         else:
             for start in range(0, slots.size, _MAX_LOGIT_ROWS):
                 part = slice(start, start + _MAX_LOGIT_ROWS)
-                sampled = self._sampler.sample(self.decoder.logits(hidden[part]), slots[part], positions[part])
+                allowed = self._grammars.allowed(slots[part])
+                sampled = self._sampler.sample(self.decoder.logits(hidden[part]), slots[part], positions[part], allowed)
                 token_ids[part] = sampled.token_ids
-                bad_rows |= {start + row: reason for row, reason in sampled.bad_rows.items()}
+                for row, reason in sampled.bad_rows.items():
+                    bad_rows[start + row] = self._grammars.failure(int(slots[start + row])) or reason
                 for row, entry in sampled.logprobs.items():
                     logprobs = self._records[int(table.position[slots[start + row]])].logprobs
                     assert logprobs is not None
@@ -372,20 +387,22 @@ class Engine:
         self.metrics.generated_tokens += int(good.sum())
         self.scheduler.append(slots[good], token_ids[good])
         self._sampler.append(slots[good], token_ids[good])
-        ended = ~good
+        ended, complete = ~good, np.zeros(slots.size, dtype=bool)
         ended[good] = self._stopping.finished_mask(slots[good], token_ids[good], positions[good] + 1)
-        ended |= table.num_tokens[slots] >= table.max_tokens[slots]
+        complete[good] = self._grammars.accept(slots[good], token_ids[good])
+        ended |= complete | (table.num_tokens[slots] >= table.max_tokens[slots])
+        self._grammars.prepare(slots[~ended])
         done = slots[ended]
         completions = [
-            self._complete(int(slots[row]), now, error=bad_rows.get(int(row))) for row in np.flatnonzero(ended)
+            self._complete(int(slots[row]), now, error=bad_rows.get(int(row)), is_whole=bool(complete[row]))
+            for row in np.flatnonzero(ended)
         ]
         for slot in done:
-            self._sampler.remove(int(slot))
-            self._stopping.remove(int(slot))
+            self._remove_row(int(slot))
         self.scheduler.finish(done)
         return completions
 
-    def _complete(self, slot: int, now: float, *, error: str | None) -> Completion:
+    def _complete(self, slot: int, now: float, *, error: str | None, is_whole: bool) -> Completion:
         table = self.scheduler.table
         record = self._records.pop(int(table.position[slot]))
         completion = Completion(
@@ -402,7 +419,7 @@ class Engine:
         if error is not None:
             return completion
         token_ids = table.tokens[slot, record.prompt_tokens : table.num_tokens[slot]].tolist()
-        finish = self._stopping.finish(slot, token_ids)
+        finish = self._stopping.finish(slot, token_ids, is_whole=is_whole)
         completion.text = finish.text
         completion.finish_reason = finish.finish_reason
         completion.stop_reason = finish.stop_reason

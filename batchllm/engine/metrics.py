@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 STEP_COLUMNS = {
     "start_s": "d",
@@ -67,3 +67,16 @@ class RunMetrics:
     sample_s: float = 0.0
     wall_s: float = 0.0
     step_log: StepLog = field(default_factory=StepLog)
+
+    def plus(self, other: RunMetrics) -> RunMetrics:
+        """The totals of both, one after the other: sums, and of the pool and the wall clock the larger."""
+        total = RunMetrics()
+        for item in fields(self):
+            ours, theirs = getattr(self, item.name), getattr(other, item.name)
+            if item.name != "step_log":
+                is_level = item.name in ("peak_used_blocks", "num_blocks", "wall_s")
+                setattr(total, item.name, max(ours, theirs) if is_level else ours + theirs)
+        for name, column in total.step_log.columns.items():
+            column.extend(self.step_log.columns[name])
+            column.extend(other.step_log.columns[name])
+        return total

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from batchllm.errors import JobError
+from batchllm.kernels.native.memory import advise_huge_pages
+
 STRIDE_BYTES = 4096
 """Block strides are multiples of this, so that a block is read and written with O_DIRECT as it lies."""
 
@@ -32,10 +35,17 @@ class KvShape:
 def make_pool(shape: KvShape, *, num_blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
     """An unwritten pool [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; a block is contiguous.
 
-    The system maps its pages as blocks are first written, so an oversized pool costs address space, not memory.
+    The system maps its pages as blocks are first written, so an oversized pool costs address space, not memory. Raises JobError
+    where even that cannot be had.
     """
     stride = shape.block_bytes(block_size) // shape.dtype.itemsize
     inner = (shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim)
     strides = [math.prod(inner[axis + 1 :]) for axis in range(len(inner))]
-    storage = torch.empty(num_blocks * stride, dtype=shape.dtype, device=device)
+    try:
+        storage = torch.empty(num_blocks * stride, dtype=shape.dtype, device=device)
+    except RuntimeError as error:
+        # All that this allocation can raise: torch has no type of its own for it on a CPU.
+        num_bytes = num_blocks * shape.block_bytes(block_size)
+        raise JobError(f"engine.kv.device: {num_bytes} bytes are not to be had on {device}; give less") from error
+    advise_huge_pages(storage)
     return storage.as_strided((num_blocks, *inner), (stride, *strides))

@@ -122,7 +122,8 @@ class Sampler:
         is_greedy = params.temperature <= GREEDY_TEMPERATURE
         column = np.zeros((), dtype=_COLUMNS)
         column["is_used"] = True
-        column["is_plain"] = is_greedy and not has_seen and not params.logit_bias and params.logprobs is None
+        is_free = not params.logit_bias and params.logprobs is None and params.grammar is None
+        column["is_plain"] = is_greedy and not has_seen and is_free
         column["has_seen"] = has_seen
         column["has_offsets"] = bool(params.logit_bias) or min_tokens > 0
         column["min_tokens"] = min_tokens

@@ -5,11 +5,12 @@ A row ends, in this order of precedence, at
 - an EOS id of the model (any of those it declares), unless `ignore_eos`: `eos`;
 - one of its own `stop_token_ids`, `ignore_eos` or not: `stop`, the reason is the id;
 - a stop string: `stop`, the reason is the string. A stop string that is the text of a control token ends at that token;
+- the end of its grammar, where nothing more may follow: `stop`, the reason is `schema`, `choice` or `regex`;
 - `max_tokens`: `length`.
 
 The token that ends a row counts as generated and is among its token ids; its text, and a stop string with all that
-follows, is not in the text. Before `min_tokens` tokens nothing but `max_tokens` ends a row: the sampler forbids
-`ending_ids`, and a stop string must end in the text of a later token.
+follows, is not in the text. Before `min_tokens` tokens nothing but `max_tokens` and the end of its grammar ends a row: the sampler
+forbids `ending_ids`, and a stop string must end in the text of a later token.
 
 Stop strings are searched in bytes, over token borders. Of several the one that ends first counts, and of those the
 one that starts first: what a reader of the characters would see, however they fell into tokens.
@@ -138,8 +139,11 @@ class Stopping:
             ended[row] = self._searches[slot].match is not None
         return ended | (num_tokens >= columns["max_tokens"])
 
-    def finish(self, slot: int, token_ids: Sequence[int]) -> Finish:
-        """Why a row ended, and its text, from all its generated tokens. The slot stays in use."""
+    def finish(self, slot: int, token_ids: Sequence[int], *, is_whole: bool = False) -> Finish:
+        """Why a row ended, and its text, from all its generated tokens. The slot stays in use.
+
+        `is_whole`: its grammar takes nothing more.
+        """
         params = self._params[slot]
         last_id = int(token_ids[-1])
         if len(token_ids) > params.min_tokens:
@@ -152,6 +156,8 @@ class Stopping:
         if search is not None and search.match is not None:
             first_byte, number = search.match
             return Finish("stop", self._text_stops(params)[number], decode_text(data[:first_byte], is_cut=False))
+        if is_whole and params.grammar is not None:
+            return Finish("stop", params.grammar.kind, decode_text(data, is_cut=False))
         return Finish("length", None, decode_text(data, is_cut=True))
 
     def _feed(self, slot: int, *, token_id: int, num_tokens: int) -> None:

@@ -73,7 +73,7 @@ def open_tiers(
         rates |= {rate: value for rate, value in ((Rate.DISK_WRITE, write), (Rate.DISK_READ, read)) if value > 0}
     costs = CostTable(rates)
     host = HostTier(
-        num_slots=_host_slots(request, block_bytes=block_bytes, most_blocks=most_blocks),
+        num_slots=host_slots(request.host_bytes, block_bytes=block_bytes, most_blocks=most_blocks),
         block_bytes=block_bytes,
         num_spare=_SPARE_FRAMES if disk is not None else 0,
     )
@@ -89,13 +89,9 @@ def open_tiers(
 def _open_disk(disk: DiskRequest, request: TierRequest, *, root: bytes, block_bytes: int, most_blocks: int) -> DiskTier:
     try:
         disk.folder.mkdir(parents=True, exist_ok=True)
-        free_bytes = shutil.disk_usage(disk.folder).free
+        num_slots = disk_slots(disk.size_bytes, folder=disk.folder, block_bytes=block_bytes, most_blocks=most_blocks)
     except OSError as error:
         raise JobError(f"engine.kv.disk.path: {disk.folder}: {os.strerror(error.errno or 0)}") from None
-    if disk.size_bytes == "auto":
-        num_slots = min(int(free_bytes * _DISK_SHARE) // block_bytes, most_blocks)
-    else:
-        num_slots = disk.size_bytes // block_bytes
     return DiskTier(
         disk.folder,
         fingerprint=root,
@@ -105,10 +101,18 @@ def _open_disk(disk: DiskRequest, request: TierRequest, *, root: bytes, block_by
     )
 
 
-def _host_slots(request: TierRequest, *, block_bytes: int, most_blocks: int) -> int:
-    if request.host_bytes == "auto":
+def host_slots(host_bytes: int | Auto, *, block_bytes: int, most_blocks: int) -> int:
+    """Blocks that a host tier of this size holds."""
+    if host_bytes == "auto":
         return min(int(available_memory_bytes() * _HOST_SHARE) // block_bytes, most_blocks)
-    return request.host_bytes // block_bytes
+    return host_bytes // block_bytes
+
+
+def disk_slots(size_bytes: int | Auto, *, folder: Path, block_bytes: int, most_blocks: int) -> int:
+    """Blocks that a disk tier of this size in `folder`, which exists, may ask for. Raises OSError."""
+    if size_bytes == "auto":
+        return min(int(shutil.disk_usage(folder).free * _DISK_SHARE) // block_bytes, most_blocks)
+    return size_bytes // block_bytes
 
 
 def _chooser(costs: CostTable, *, block_bytes: int, recompute_tokens: int) -> Callable[[bytes, BlockUse], Decision]:

@@ -139,7 +139,7 @@ class Decoder:
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [num_rows, vocab_size] of rows that `forward` gave."""
-        return self.kernels.linear(hidden, self._head).float()
+        return self.kernels.linear_logits(hidden, self._head)
 
     @torch.no_grad()
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:

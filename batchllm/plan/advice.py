@@ -17,13 +17,12 @@ WORTH_SAYING = 0.05
 
 @dataclass(frozen=True, slots=True)
 class PlanFacts:
-    """What advice is computed from."""
+    """What advice is computed from; `prediction` None where no rates are known."""
 
     plan: Plan
     demand: Demand
-    prediction: Prediction
+    prediction: Prediction | None
     context_tokens: int
-    block_size: int
     max_sequences: int
 
 
@@ -63,7 +62,6 @@ def advise(facts: PlanFacts) -> tuple[str, ...]:
     remarks = (
         _too_long(facts),
         _duplicates(facts),
-        _block_loss(facts),
         _long_pole(facts),
         _more_than_fits(facts),
     )
@@ -90,17 +88,6 @@ def _duplicates(facts: PlanFacts) -> str | None:
     return f"{num_repeated:,} prompts ({num_repeated / plan.num_prompts:.0%}) equal an earlier one, of another row or sample"
 
 
-def _block_loss(facts: PlanFacts) -> str | None:
-    computed = int(facts.plan.computed_tokens(facts.block_size).sum(dtype=np.int64))
-    lost = computed - int(facts.plan.computed_tokens(1).sum(dtype=np.int64))
-    if lost < WORTH_SAYING * computed:
-        return None
-    return (
-        f"blocks of {facts.block_size} tokens share only whole blocks, which costs {lost:,} prompt tokens "
-        f"({lost / computed:.0%} of what is computed); a smaller block_size would share more"
-    )
-
-
 def _long_pole(facts: PlanFacts) -> str | None:
     if facts.demand.tail_share < 2 * WORTH_SAYING:
         return None
@@ -111,7 +98,7 @@ def _long_pole(facts: PlanFacts) -> str | None:
 
 
 def _more_than_fits(facts: PlanFacts) -> str | None:
-    tiers = facts.prediction.tiers
+    tiers = facts.prediction.tiers if facts.prediction is not None else ()
     if not tiers or not tiers[0].missing_bytes:
         return None
     device = tiers[0]

@@ -36,11 +36,16 @@ class Comparison:
 def compare_with_actual(explanation: Explanation, actual: Actual) -> tuple[Comparison, ...]:
     """Each predicted figure beside what the run measured. Decode counts its attention."""
     prediction = explanation.prediction
-    return (
+    tokens = (
         Comparison("computed prompt tokens", explanation.computed_prompt_tokens, actual.computed_prompt_tokens),
-        Comparison("generated tokens", explanation.decode_tokens, actual.decode_tokens),
+        Comparison("generated tokens", explanation.expected_decode_tokens, actual.decode_tokens),
         Comparison("steps", explanation.num_steps, actual.num_steps),
         Comparison("peak live tokens", explanation.peak_live_tokens, actual.peak_live_tokens),
+    )
+    if prediction is None:
+        return tokens
+    return (
+        *tokens,
         Comparison("prefill s", prediction.prefill_s, actual.prefill_s),
         Comparison("decode s", prediction.decode_s + prediction.attention_s, actual.decode_s),
         Comparison("total s", prediction.total_s, actual.total_s),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchllm.plan.demand import Demand
-from batchllm.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +69,14 @@ class Prediction:
         return f"{name} ({phases[name] / self.total_s:.0%} of the time)" if self.total_s else "none: nothing to run"
 
 
-def predict(plan: Plan, demand: Demand, *, rates: Rates, kv_bytes_per_token: int, block_size: int) -> Prediction:
-    """Predicts a run of `plan` under `demand`; phases are added up, as if none hid behind another."""
-    computed = int(plan.computed_tokens(block_size).sum(dtype=np.int64))
+def predict(demand: Demand, *, computed_prompt_tokens: int, rates: Rates, kv_bytes_per_token: int) -> Prediction:
+    """Predicts a run under `demand`; phases are added up, as if none hid behind another."""
     decoding = demand.running > 0
     steps = demand.duration[decoding]
     live_bytes = float((demand.live_tokens[decoding] * steps).sum()) * kv_bytes_per_token
     tiers = spread_over_tiers(demand.peak_live_tokens * kv_bytes_per_token, tiers=rates.tiers)
     return Prediction(
-        prefill_s=computed / rates.prefill_tokens_per_s,
+        prefill_s=computed_prompt_tokens / rates.prefill_tokens_per_s,
         decode_s=float((decode_step_s(demand.running[decoding], rates=rates) * steps).sum()),
         attention_s=live_bytes / rates.kv_read_bytes_per_s,
         # What the device cannot hold at the peak leaves it once and comes back once.

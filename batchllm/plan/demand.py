@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class Demand:
         return float(self.duration[after_last_wide:].sum() / self.num_steps)
 
 
-def simulate_demand(plan: Plan, *, max_sequences: int, step_tokens: int, block_size: int) -> Demand:
+def simulate_demand(plan: Plan, *, max_sequences: int, step_tokens: int) -> Demand:
     """Admits sequences in plan order, `max_sequences` at a time and as many as fit; each generates all it may.
 
     A step computes `step_tokens` tokens: one for each running sequence, prompt tokens with the rest. Memory is taken as
@@ -46,7 +46,7 @@ def simulate_demand(plan: Plan, *, max_sequences: int, step_tokens: int, block_s
         nothing = np.zeros(0)
         return Demand(duration=nothing, running=nothing, live_tokens=nothing, peak_live_tokens=0, num_steps=0.0)
     prefill_tokens_per_step = max(step_tokens - max_sequences, step_tokens // 2, 1)
-    prefill_steps = plan.computed_tokens(block_size) / prefill_tokens_per_step
+    prefill_steps = plan.computed_tokens / prefill_tokens_per_step
     admitted, prefilled, finished = _run_in_order(plan, prefill_steps=prefill_steps, max_sequences=max_sequences)
 
     own = own_tokens(plan.tree, plan.prompt_tokens)
@@ -61,6 +61,14 @@ def simulate_demand(plan: Plan, *, max_sequences: int, step_tokens: int, block_s
         _Events(time=finished, tokens=-own - (finished - prefilled), sequences=-1),
     )
     return _integrate(events)
+
+
+def compact(demand: Demand) -> Demand:
+    """The same load with one stretch for each number of running sequences, fewest first; predictions from it are equal."""
+    running, place = np.unique(demand.running, return_inverse=True)
+    duration = np.bincount(place, weights=demand.duration, minlength=len(running))
+    held = np.bincount(place, weights=demand.duration * demand.live_tokens, minlength=len(running))
+    return replace(demand, duration=duration, running=running, live_tokens=held / duration)
 
 
 def _run_in_order(

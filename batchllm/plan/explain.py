@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from batchllm.plan.advice import PlanFacts, advise
 from batchllm.plan.cost import Rates, predict
-from batchllm.plan.demand import simulate_demand
+from batchllm.plan.demand import compact, simulate_demand
 from batchllm.plan.explanation import Explanation, HistogramBar, SharedRun
 from batchllm.plan.plan import Plan
 from batchllm.plan.store import PromptStore
@@ -39,7 +39,6 @@ class EngineLimits:
 
     max_sequences: int
     step_tokens: int
-    block_size: int
 
 
 def explain(
@@ -48,23 +47,37 @@ def explain(
     *,
     model: ModelFacts,
     limits: EngineLimits,
-    rates: Rates,
+    rates: Rates | None,
     decode_text: Callable[[Sequence[int]], str],
+    expected_share: float = 1.0,
 ) -> Explanation:
-    """Explains `plan`; reads only the tokens that the biggest nodes start with, through `store`."""
+    """Explains `plan`; reads only the tokens that the biggest nodes start with, through `store`.
+
+    `expected_share`: of the tokens that a row may generate, those that it is expected to. Without `rates` no times are predicted.
+    """
+    # A row that may generate generates something, however small the share.
+    expected_tokens = np.minimum(np.maximum(np.rint(plan.decode_tokens * expected_share), 1), plan.decode_tokens)
     demand = simulate_demand(
-        plan, max_sequences=limits.max_sequences, step_tokens=limits.step_tokens, block_size=limits.block_size
+        replace(plan, decode_tokens=expected_tokens.astype(np.int32)),
+        max_sequences=limits.max_sequences,
+        step_tokens=limits.step_tokens,
     )
-    prediction = predict(
-        plan, demand, rates=rates, kv_bytes_per_token=model.kv_bytes_per_token, block_size=limits.block_size
-    )
+    computed_prompt_tokens = int(plan.computed_tokens.sum(dtype=np.int64))
+    prediction = None
+    if rates is not None:
+        prediction = predict(
+            demand,
+            computed_prompt_tokens=computed_prompt_tokens,
+            rates=rates,
+            kv_bytes_per_token=model.kv_bytes_per_token,
+        )
+    levels = compact(demand)
     row_tokens = plan.prompt_tokens.astype(np.int64) + plan.decode_tokens
     facts = PlanFacts(
         plan=plan,
         demand=demand,
         prediction=prediction,
         context_tokens=model.context_tokens,
-        block_size=limits.block_size,
         max_sequences=limits.max_sequences,
     )
     return Explanation(
@@ -72,9 +85,10 @@ def explain(
         num_prompts=plan.num_prompts,
         prompt_tokens=plan.total_prompt_tokens,
         unique_prompt_tokens=plan.unique_prompt_tokens,
-        computed_prompt_tokens=int(plan.computed_tokens(limits.block_size).sum(dtype=np.int64)),
+        computed_prompt_tokens=computed_prompt_tokens,
         reuse_ceiling=plan.reuse_ceiling,
         decode_tokens=plan.total_decode_tokens,
+        expected_decode_tokens=int(expected_tokens.sum()),
         num_nodes=plan.tree.num_nodes,
         histogram=token_histogram(plan.prompt_tokens),
         biggest_nodes=biggest_nodes(plan, store, decode_text=decode_text),
@@ -85,8 +99,8 @@ def explain(
         peak_kv_bytes=demand.peak_live_tokens * model.kv_bytes_per_token,
         num_steps=round(demand.num_steps),
         tail_share=demand.tail_share,
+        load=tuple(zip(levels.running.tolist(), levels.duration.tolist(), levels.live_tokens.tolist(), strict=True)),
         prediction=prediction,
-        bottleneck=prediction.bottleneck,
         advice=advise(facts),
     )
 

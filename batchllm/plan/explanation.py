@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from batchllm.plan.cost import Prediction
+import numpy as np
+
+from batchllm.plan.cost import Prediction, Rates, predict
+from batchllm.plan.demand import Demand
 
 BAR_CHARACTERS = 30
 TEXT_CHARACTERS = 60
@@ -36,6 +40,8 @@ class Explanation:
     """Everything `batchllm plan` prints. Tokens, bytes and seconds; `tail_share` as in `Demand`.
 
     `num_prompts` counts every sample of a row, `num_rows` the rows. KV bytes per row are those of one sample.
+    `decode_tokens` may be generated, `expected_decode_tokens` are expected, as far as earlier runs tell. `load`: (running
+    sequences, steps, mean tokens held) for each number of sequences that run at once. `prediction` None without rates.
     """
 
     num_rows: int
@@ -45,6 +51,7 @@ class Explanation:
     computed_prompt_tokens: int
     reuse_ceiling: float
     decode_tokens: int
+    expected_decode_tokens: int
     num_nodes: int
     histogram: tuple[HistogramBar, ...]
     biggest_nodes: tuple[SharedRun, ...]
@@ -55,17 +62,53 @@ class Explanation:
     peak_kv_bytes: int
     num_steps: int
     tail_share: float
-    prediction: Prediction
-    bottleneck: str
+    load: tuple[tuple[float, float, float], ...]
+    prediction: Prediction | None
     advice: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The same figures as plain dictionaries, lists, numbers and strings."""
-        return asdict(self) | {"predicted_total_s": self.prediction.total_s}
+        values = asdict(self)
+        if self.prediction is not None:
+            values |= {"predicted_total_s": self.prediction.total_s, "bottleneck": self.prediction.bottleneck}
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Explanation:
+        """What `to_json` wrote, but for times and advice, which belong to the moment. Raises KeyError or TypeError for anything else."""
+        names = {field.name for field in fields(cls)} - {"histogram", "biggest_nodes", "load", "prediction", "advice"}
+        return cls(
+            **{name: values[name] for name in names},
+            histogram=tuple(HistogramBar(**bar) for bar in values["histogram"]),
+            biggest_nodes=tuple(SharedRun(**run) for run in values["biggest_nodes"]),
+            load=tuple((level[0], level[1], level[2]) for level in values["load"]),
+            prediction=None,
+            advice=(),
+        )
+
+    def with_rates(self, rates: Rates) -> Explanation:
+        """The same with times predicted from `rates`."""
+        running, duration, live_tokens = np.array(self.load, dtype=np.float64).reshape(-1, 3).T
+        demand = Demand(
+            duration=duration,
+            running=running,
+            live_tokens=live_tokens,
+            peak_live_tokens=self.peak_live_tokens,
+            num_steps=self.num_steps,
+        )
+        prediction = predict(
+            demand,
+            computed_prompt_tokens=self.computed_prompt_tokens,
+            rates=rates,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+        )
+        return replace(self, prediction=prediction)
 
     def to_text(self) -> str:
         """The explanation for a person at a terminal."""
-        parts = [_prompts(self), _sharing(self), _memory(self), _time(self)]
+        parts = [_prompts(self), _sharing(self), _memory(self)]
+        if self.prediction is not None:
+            parts.append(_time(self, self.prediction))
         if self.advice:
             parts.append(["advice", *(f"  - {remark}" for remark in self.advice)])
         return "\n\n".join("\n".join(part) for part in parts)
@@ -79,6 +122,8 @@ def _prompts(explanation: Explanation) -> list[str]:
         f"  prompt tokens    {explanation.prompt_tokens:,}",
         f"  may generate     {explanation.decode_tokens:,} tokens",
     ]
+    if explanation.expected_decode_tokens != explanation.decode_tokens:
+        lines.append(f"  expected         {explanation.expected_decode_tokens:,} tokens, going by the last run")
     most = max((bar.num_prompts for bar in explanation.histogram), default=0)
     for bar in explanation.histogram:
         drawn = "#" * -(-bar.num_prompts * BAR_CHARACTERS // most)
@@ -91,7 +136,7 @@ def _sharing(explanation: Explanation) -> list[str]:
         "sharing",
         f"  must be computed {explanation.unique_prompt_tokens:,} prompt tokens if every shared run is computed once",
         f"  reuse ceiling    {explanation.reuse_ceiling:.2%} of the prompt tokens",
-        f"  in whole blocks  {explanation.computed_prompt_tokens:,} prompt tokens to compute",
+        f"  to compute       {explanation.computed_prompt_tokens:,} prompt tokens, the last of each prompt included",
         f"  shared runs      {explanation.num_nodes:,}",
     ]
     for run in explanation.biggest_nodes:
@@ -110,15 +155,15 @@ def _memory(explanation: Explanation) -> list[str]:
         f"{_size(explanation.kv_bytes_per_row_most)} most",
         f"  peak demand      {_size(explanation.peak_kv_bytes)} ({explanation.peak_live_tokens:,} tokens)",
     ]
-    for tier in explanation.prediction.tiers:
+    tiers = explanation.prediction.tiers if explanation.prediction is not None else ()
+    for tier in tiers:
         lines.append(f"  {tier.name:<16} {_size(tier.demand_bytes)} of {_size(tier.capacity_bytes)}")
-    if explanation.prediction.tiers and explanation.prediction.tiers[-1].missing_bytes:
-        lines.append(f"  fits nowhere     {_size(explanation.prediction.tiers[-1].missing_bytes)}: sequences will wait")
+    if tiers and tiers[-1].missing_bytes:
+        lines.append(f"  fits nowhere     {_size(tiers[-1].missing_bytes)}: sequences will wait")
     return lines
 
 
-def _time(explanation: Explanation) -> list[str]:
-    prediction = explanation.prediction
+def _time(explanation: Explanation, prediction: Prediction) -> list[str]:
     return [
         "predicted time",
         f"  prefill          {prediction.prefill_s:,.1f} s",
@@ -126,7 +171,7 @@ def _time(explanation: Explanation) -> list[str]:
         f"  attention        {prediction.attention_s:,.1f} s reading keys and values while decoding",
         f"  tier traffic     {prediction.transfer_s:,.1f} s",
         f"  total            {prediction.total_s:,.1f} s",
-        f"  bottleneck       {explanation.bottleneck}",
+        f"  bottleneck       {prediction.bottleneck}",
     ]
 
 

@@ -54,10 +54,10 @@ class Plan:
         """The most tokens the batch may generate."""
         return int(self.decode_tokens.sum(dtype=np.int64))
 
-    def computed_tokens(self, block_size: int) -> np.ndarray:
-        """int32 `[N]`: prompt tokens each position computes when whole blocks are shared, its last token never."""
-        reusable = np.minimum(self.shared_tokens, np.maximum(self.prompt_tokens - 1, 0))
-        return self.prompt_tokens - reusable // block_size * block_size
+    @property
+    def computed_tokens(self) -> np.ndarray:
+        """int32 `[N]`: prompt tokens each position computes: what no earlier one has, and its last token always."""
+        return self.prompt_tokens - np.minimum(self.shared_tokens, np.maximum(self.prompt_tokens - 1, 0))
 
 
 def make_plan(

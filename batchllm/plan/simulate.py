@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from batchllm.plan.requests import Requests, following_uses
 from batchllm.storage.cost import CostTable, Decision, Rate, Victim
 from batchllm.storage.ledger import BLOCK_BYTES, LedgerDisk, ledger_host

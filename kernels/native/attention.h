@@ -5,7 +5,7 @@
 //   static size_t scratch_bytes(head_dim)
 //   Engine(call, scratch)
 //   void pack_query(tile, pointers, num_columns)       the tile's columns: head_dim numbers at each pointer
-//   void pack_chunk(chunk, ahead)                      the chunk's keys and values
+//   void pack_chunk(chunk, num_tiles, ahead)           the chunk's keys and values, for that many tiles of columns
 //   void multiply(tile, visible, num_columns, result, ahead)
 //                                                      one chunk of one tile: column c sees its first visible[c] positions
 //
@@ -140,7 +140,7 @@ void run_unit(const AttentionCall& call, const AttentionUnit& unit, const Attent
     }
     Ahead<T> ahead = {next_chunk, head_dim * int(sizeof(T))};
     const int count = chunk->count;
-    engine.pack_chunk(*chunk, ahead);
+    engine.pack_chunk(*chunk, num_tiles, ahead);
     for (int t = 0; t < num_tiles; ++t) {
       const int first = t * kTileColumns, columns = unit.num_columns - first < kTileColumns ? unit.num_columns - first : kTileColumns;
       int32_t visible[kTileColumns] = {};

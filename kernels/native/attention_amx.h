@@ -32,60 +32,44 @@ class TileEngine {
         _mm512_storeu_si512(query_tile(tile, k) + 32 * c, c < num_columns ? load_row(pointers[c], 32 * k) : _mm512_setzero_si512());
   }
 
-  // B operands: keys [position tiles, depth tiles, 16 pairs of the head, 16 positions, 2], values [position tiles of 32, width tiles,
-  // 16 pairs of positions, 16 of the head, 2].
-  void pack_chunk(const Chunk<bf16>& chunk, Ahead<bf16>& ahead) {
-    const int count = chunk.count;
-    for (int start = 0; start < count; start += 16) {
-      for (int k = 0; k < depth_tiles_; ++k) {
-        __m512i r[16];
-        if (start + 16 <= count) {
-          for (int i = 0; i < 16; ++i) r[i] = load_row(chunk.keys[start + i], 32 * k);
-        } else {
-          for (int i = 0; i < 16; ++i) r[i] = start + i < count ? load_row(chunk.keys[start + i], 32 * k) : _mm512_setzero_si512();
-        }
-        amx::transpose(r);
-        bf16* to = key_tile(start / 16, k);
-        for (int i = 0; i < 16; ++i) _mm512_store_si512(to + 32 * i, r[i]);
-      }
+  // For a single tile of columns packing waits until multiply() needs a piece: then a piece stays in the first cache level, and the
+  // lines that are asked for ahead do not stand in its way.
+  void pack_chunk(const Chunk<bf16>& chunk, int num_tiles, Ahead<bf16>& ahead) {
+    chunk_ = &chunk;
+    packs_late_ = num_tiles == 1;
+    if (packs_late_) return;
+    for (int start = 0; start < chunk.count; start += 32) {
+      pack_keys(start, start / 16), pack_keys(start + 16, start / 16 + 1);
+      pack_values(start, start / 32, 0, width_tiles_);
       ahead.ask(kAskPacking);
     }
-    alignas(64) uint16_t order[2][32];
-    for (int i = 0; i < 32; ++i) order[0][i] = uint16_t(i / 2 + (i % 2) * 32), order[1][i] = uint16_t(order[0][i] + 16);
-    const __m512i low = _mm512_load_si512(order[0]), high = _mm512_load_si512(order[1]);
-    for (int start = 0; start < count; start += 32) {
-      for (int pair = 0; pair < 16; ++pair) {
-        const int first = start + 2 * pair;
-        for (int w = 0; w < width_tiles_; w += 2) {
-          const __m512i even = first < count ? load_row(chunk.value(first), 16 * w) : _mm512_setzero_si512();
-          const __m512i odd = first + 1 < count ? load_row(chunk.value(first + 1), 16 * w) : _mm512_setzero_si512();
-          _mm512_store_si512(value_tile(start / 32, w) + 32 * pair, _mm512_permutex2var_epi16(even, low, odd));
-          if (w + 1 < width_tiles_) _mm512_store_si512(value_tile(start / 32, w + 1) + 32 * pair, _mm512_permutex2var_epi16(even, high, odd));
-        }
-      }
-      ahead.ask(kAskPacking);
-    }
-    // The keys' last tile of an odd number of tiles is multiplied too; it was not packed.
-    if ((count + 15) / 16 % 2 == 1) std::memset(key_tile((count + 15) / 16, 0), 0, sizeof(bf16) * 512 * depth_tiles_);
   }
 
   void multiply(int tile, const int32_t* visible, int num_columns, const Partials& result, Ahead<bf16>& ahead) {
     int seen = 0;
     for (int c = 0; c < num_columns; ++c) seen = visible[c] > seen ? visible[c] : seen;
     const int steps = (seen + 31) / 32;  // of 32 positions
-    amx::barrier();
-    int s = 0;
-    for (; s + 2 <= steps; s += 2) {
-      score<4>(tile, 2 * s);
-      ahead.ask(kAskMultiplying);
+    for (int s = 0; s < steps; s += 2) {
+      const int num_tiles = s + 2 <= steps ? 4 : 2;
+      if (packs_late_)
+        for (int i = 0; i < num_tiles; ++i) {
+          pack_keys(32 * s + 16 * i, i);
+          ahead.ask(kAskLate);
+        }
+      amx::barrier();
+      const int slot = packs_late_ ? 0 : 2 * s;
+      if (num_tiles == 4) {
+        score<4>(tile, slot, 2 * s);
+      } else {
+        score<2>(tile, slot, 2 * s);
+      }
+      ahead.ask(kAskLate);
     }
-    if (s < steps) score<2>(tile, 2 * s);
     amx::barrier();
     for (int c = 0; c < num_columns; ++c) {
       softmax(c, visible[c], steps, result.m + c, result.l + c);
-      ahead.ask(kAskMultiplying);
+      ahead.ask(kAskLate);
     }
-    amx::barrier();
     int w = 0;
     for (; w + 4 <= width_tiles_; w += 4) weigh<4>(steps, w, result.a, ahead);
     if (width_tiles_ - w == 3) weigh<3>(steps, w, result.a, ahead);
@@ -95,8 +79,8 @@ class TileEngine {
   }
 
  private:
-  // Rows asked for at a time; a decode tile makes about 24 steps of the first kind and 16 of the second for 256 rows.
-  static constexpr int kAskPacking = 7, kAskMultiplying = 6;
+  // Rows asked for at a time: a decode tile over a whole chunk makes about 30 steps.
+  static constexpr int kAskPacking = 16, kAskLate = 8;
   // Strides off the powers of two, so that the rows of a tile do not fall on the same cache sets.
   static constexpr int kScoreStride = kChunk + 16;
   static constexpr int kWeightStride = kChunk + 32;
@@ -112,8 +96,41 @@ class TileEngine {
   bf16* key_tile(int positions, int k) const { return keys_ + size_t(positions * depth_tiles_ + k) * 512; }
   bf16* value_tile(int positions, int w) const { return values_ + size_t(positions * width_tiles_ + w) * 512; }
 
+  // B operand of 16 positions' keys: [depth tiles, 16 pairs of the head, 16 positions, 2]; zeros behind the chunk.
+  void pack_keys(int start, int slot) const {
+    const int rows = chunk_->count - start;
+    for (int k = 0; k < depth_tiles_; ++k) {
+      __m512i r[16];
+      if (rows >= 16) {
+        for (int i = 0; i < 16; ++i) r[i] = load_row(chunk_->keys[start + i], 32 * k);
+      } else {
+        for (int i = 0; i < 16; ++i) r[i] = i < rows ? load_row(chunk_->keys[start + i], 32 * k) : _mm512_setzero_si512();
+      }
+      amx::transpose(r);
+      for (int i = 0; i < 16; ++i) _mm512_store_si512(key_tile(slot, k) + 32 * i, r[i]);
+    }
+  }
+
+  // B operands of 32 positions' values: [width tiles, 16 pairs of positions, 16 of the head, 2]; zeros behind the chunk.
+  void pack_values(int start, int slot, int first_tile, int last_tile) const {
+    alignas(64) static const uint16_t order[64] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42,
+                                                   11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
+                                                   22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+    const __m512i low = _mm512_load_si512(order), high = _mm512_load_si512(order + 32);
+    for (int pair = 0; pair < 16; ++pair) {
+      const int first = start + 2 * pair;
+      for (int w = first_tile; w < last_tile; w += 2) {
+        const __m512i even = first < chunk_->count ? load_row(chunk_->value(first), 16 * w) : _mm512_setzero_si512();
+        const __m512i odd = first + 1 < chunk_->count ? load_row(chunk_->value(first + 1), 16 * w) : _mm512_setzero_si512();
+        _mm512_store_si512(value_tile(slot, w) + 32 * pair, _mm512_permutex2var_epi16(even, low, odd));
+        if (w + 1 < last_tile) _mm512_store_si512(value_tile(slot, w + 1) + 32 * pair, _mm512_permutex2var_epi16(even, high, odd));
+      }
+    }
+  }
+
+  // Scores of N tiles of 16 positions: keys from `slot` on, results from position tile `first` on.
   template <int N>
-  void score(int tile, int first) const {
+  void score(int tile, int slot, int first) const {
     _tile_zero(0);
     _tile_zero(1);
     if constexpr (N > 2) {
@@ -122,14 +139,14 @@ class TileEngine {
     }
     for (int k = 0; k < depth_tiles_; ++k) {
       _tile_loadd(4, query_tile(tile, k), 64);
-      _tile_loadd(5, key_tile(first, k), 64);
+      _tile_loadd(5, key_tile(slot, k), 64);
       _tile_dpbf16ps(0, 4, 5);
-      _tile_loadd(6, key_tile(first + 1, k), 64);
+      _tile_loadd(6, key_tile(slot + 1, k), 64);
       _tile_dpbf16ps(1, 4, 6);
       if constexpr (N > 2) {
-        _tile_loadd(7, key_tile(first + 2, k), 64);
+        _tile_loadd(7, key_tile(slot + 2, k), 64);
         _tile_dpbf16ps(2, 4, 7);
-        _tile_loadd(5, key_tile(first + 3, k), 64);
+        _tile_loadd(5, key_tile(slot + 3, k), 64);
         _tile_dpbf16ps(3, 4, 5);
       }
     }
@@ -184,22 +201,28 @@ class TileEngine {
     if constexpr (N > 2) _tile_zero(2);
     if constexpr (N > 3) _tile_zero(3);
     for (int s = 0; s < steps; ++s) {
+      const int slot = packs_late_ ? 0 : s;
+      if (packs_late_) {
+        pack_values(32 * s, slot, w, w + N);
+        ahead.ask(kAskLate);
+      }
+      amx::barrier();
       _tile_loadd(4, weights_ + 32 * s, kWeightStride * 2);
-      _tile_loadd(5, value_tile(s, w), 64);
+      _tile_loadd(5, value_tile(slot, w), 64);
       _tile_dpbf16ps(0, 4, 5);
       if constexpr (N > 1) {
-        _tile_loadd(6, value_tile(s, w + 1), 64);
+        _tile_loadd(6, value_tile(slot, w + 1), 64);
         _tile_dpbf16ps(1, 4, 6);
       }
       if constexpr (N > 2) {
-        _tile_loadd(7, value_tile(s, w + 2), 64);
+        _tile_loadd(7, value_tile(slot, w + 2), 64);
         _tile_dpbf16ps(2, 4, 7);
       }
       if constexpr (N > 3) {
-        _tile_loadd(5, value_tile(s, w + 3), 64);
+        _tile_loadd(5, value_tile(slot, w + 3), 64);
         _tile_dpbf16ps(3, 4, 5);
       }
-      ahead.ask(kAskMultiplying);
+      amx::barrier();
     }
     const int stride = width_tiles_ * 16 * int(sizeof(float));
     _tile_stored(0, a + 16 * w, stride);
@@ -210,7 +233,9 @@ class TileEngine {
 
   amx::Tiles tiles_;
   int head_dim_, depth_tiles_, width_tiles_;
+  bool packs_late_ = false;
   float scale_;
+  const Chunk<bf16>* chunk_ = nullptr;
   bf16* query_;
   bf16* keys_;
   bf16* values_;

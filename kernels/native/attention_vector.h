@@ -51,7 +51,7 @@ class VectorEngine {
     }
   }
 
-  void pack_chunk(const Chunk<T>& chunk, Ahead<T>& ahead) {
+  void pack_chunk(const Chunk<T>& chunk, int, Ahead<T>& ahead) {
     const int count = chunk.count;
     count_ = round_up(count, 16);
     float rows[16][16];

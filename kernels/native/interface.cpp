@@ -80,6 +80,7 @@ using namespace batchllm;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+EXPORT int64_t batchllm_source_digest() { return BATCHLLM_SOURCE_DIGEST; }
 EXPORT int batchllm_can_run(int path) { return path >= 0 && path < kNumPaths && can_run(Path(path)); }
 EXPORT int batchllm_path() { return current(); }
 // The caller asks batchllm_can_run first.

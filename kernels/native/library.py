@@ -1,7 +1,7 @@
 """Loads the native kernels on torch's OpenMP runtime and picks the path of instructions.
 
-A second OpenMP runtime on the same cores spins against the first, so the library names none: its OpenMP symbols resolve to the one that
-torch has loaded, which is made visible to it here.
+A second OpenMP runtime on the same cores spins against the first, so the library names none: its OpenMP symbols resolve
+to the one that torch has loaded, which is made visible to it here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 # Imported for its effect: it loads the OpenMP runtime.
 import torch  # noqa: F401
+
+from batchllm.kernels.native.source_digest import source_digest
 
 PATH_VARIABLE = "BATCHLLM_NATIVE_PATH"
 PATHS = ("portable", "avx2", "avx512", "amx")
@@ -80,7 +82,9 @@ class Library:
 
 @functools.cache
 def load() -> Library | str:
-    """The library, or the reason why there is none. Raises ValueError where BATCHLLM_NATIVE_PATH asks for what cannot run."""
+    """The library, or the reason why there is none. Raises ValueError where BATCHLLM_NATIVE_PATH asks for what cannot
+    run.
+    """
     if not LIBRARY_FILE.exists():
         return f"not built: {LIBRARY_FILE.name} is missing, the install found no working C++ compiler"
     runtime = find_openmp_runtime()
@@ -92,9 +96,17 @@ def load() -> Library | str:
         loaded = ctypes.CDLL(str(LIBRARY_FILE))
     except OSError as error:
         return f"cannot be loaded: {error}"
+    digest = source_digest(LIBRARY_FILE.parent)
+    built_from = getattr(loaded, "batchllm_source_digest", None)
+    if built_from is not None:
+        built_from.restype = ctypes.c_int64
+    if digest is not None and (built_from is None or built_from() != digest):
+        return f"{LIBRARY_FILE.name} was built from other sources: install again"
     functions = {}
     for name, (argument_types, result_type) in _FUNCTIONS.items():
-        function = getattr(loaded, f"batchllm_{name}")
+        function = getattr(loaded, f"batchllm_{name}", None)
+        if function is None:
+            return f"{LIBRARY_FILE.name} is older than the sources: install again"
         function.argtypes, function.restype = argument_types, result_type
         functions[name] = function
     library = Library(**functions)

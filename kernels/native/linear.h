@@ -14,6 +14,8 @@
 
 #include <omp.h>
 
+#include <cstring>
+
 #include "elementwise.h"
 
 namespace batchllm {
@@ -56,6 +58,8 @@ void finish_block(const LinearCall& call, float* y, int64_t first_row, int rows,
       } else {
         for (int i = 0; i < count; i += 16) store_some(to + i, load_some(to + i, count - i) + load(from + i), count - i);
       }
+    } else if (call.end == kStoreFloat) {
+      std::memcpy(static_cast<float*>(call.out) + row * call.out_size + first, from, sizeof(float) * size_t(count));
     } else if (call.end == kSiluMul) {
       T* to = static_cast<T*>(call.out) + row * (call.out_size / 2) + first / 2;
       for (int i = 0; i < width; i += 32) store(to + i / 2, silu(load(from + i)) * load(from + i + 16));

@@ -55,7 +55,7 @@ struct AttentionUnit {
 // Longest first. The units lie in the calling thread's scratch.
 AttentionUnit* attention_units(const AttentionCall& call, int64_t* num_units);
 
-enum LinearEnd : int32_t { kStore = 0, kAdd = 1, kSiluMul = 2, kRopeWriteKv = 3, kArgmax = 4 };
+enum LinearEnd : int32_t { kStore = 0, kAdd = 1, kSiluMul = 2, kRopeWriteKv = 3, kArgmax = 4, kStoreFloat = 5 };
 
 struct RopeTarget {
   const float* cos_sin;  // [max_position, head_dim]

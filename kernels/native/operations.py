@@ -1,6 +1,7 @@
 """The operations on CPU tensors, native. Signatures and meaning: the reference functions in `kernels/`.
 
-Each function checks what the C side takes on trust, passes raw pointers and returns. ValueError names a tensor that does not fit.
+Each function checks what the C side takes on trust, passes raw pointers and returns. ValueError names a tensor that
+does not fit.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import torch
 
 from batchllm.kernels.attention import AttentionPlan
 from batchllm.kernels.native.library import Library, load
+from batchllm.kernels.native.memory import advise_huge_pages
 
 _DATA_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-_STORE, _ADD, _SILU_MUL, _, _ARGMAX = range(5)
+_STORE, _ADD, _SILU_MUL, _, _ARGMAX, _STORE_FLOAT = range(6)
 MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLinear:
-    """A weight in tiles of 16 outputs: float32 [tiles, in_size, 16], bf16 [tiles, pairs of inputs, 16, 2]; float32 bias in tiles.
+    """A weight in tiles of 16 outputs: float32 [tiles, in_size, 16], bf16 [tiles, pairs of inputs, 16, 2]; float32 bias
+    in tiles.
 
     `gated`: tiles of gate and up lie in turn.
     """
@@ -176,9 +179,12 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Nativ
     padded_in = -(-in_size // 32) * 32 if weight.dtype == torch.bfloat16 else in_size
     padded = torch.nn.functional.pad(weight, (0, padded_in - in_size, 0, num_tiles * 16 - out_size))
     if weight.dtype == torch.bfloat16:
-        packed = padded.view(num_tiles, 16, padded_in // 2, 2).permute(0, 2, 1, 3).contiguous()
+        tiles = padded.view(num_tiles, 16, padded_in // 2, 2).permute(0, 2, 1, 3)
     else:
-        packed = padded.view(num_tiles, 16, padded_in).permute(0, 2, 1).contiguous()
+        tiles = padded.view(num_tiles, 16, padded_in).permute(0, 2, 1)
+    packed = torch.empty(tiles.shape, dtype=weight.dtype)
+    advise_huge_pages(packed)
+    packed.copy_(tiles)
     wide_bias = None if bias is None else torch.nn.functional.pad(bias.float(), (0, num_tiles * 16 - out_size))
     return NativeLinear(weight=packed, bias=wide_bias, out_size=out_size, in_size=in_size)
 
@@ -216,6 +222,10 @@ def _linear_arguments(x: torch.Tensor, packed: NativeLinear, out: torch.Tensor) 
 
 def linear(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
     return _run_linear(x, packed, x.new_empty(x.shape[0], packed.out_size), _STORE)
+
+
+def linear_logits(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
+    return _run_linear(x, packed, torch.empty(x.shape[0], packed.out_size), _STORE_FLOAT)
 
 
 def linear_argmax(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:

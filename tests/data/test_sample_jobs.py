@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +33,21 @@ def test_a_sample_job_fits_its_table(sample_data: Path, name: str, tmp_path: Pat
     input = open_input(local, spool_folder=tmp_path)
     assert 40 <= input.num_rows <= 100
     assert Path(job.output.path) == JOBS.parent / "out" / name / job.date.isoformat()
+
+
+def test_the_nightly_job_takes_each_row_of_its_table_once_a_week(sample_data: Path, tmp_path: Path) -> None:
+    shutil.copytree(sample_data, tmp_path / "jobs/data")
+    shutil.copy(JOBS / "nightly.yaml", tmp_path / "jobs/nightly.yaml")
+    titles: list[str] = []
+    for day in range(7):
+        date = datetime.date(2026, 11, 23) + datetime.timedelta(days=day)
+        job = load_job(tmp_path / "jobs/nightly.yaml", date=date)
+        assert job.output.path == str(tmp_path / "out/nightly" / date.isoformat())
+        (tmp_path / f"spool{day}").mkdir()
+        input = open_input(job, spool_folder=tmp_path / f"spool{day}")
+        assert 5 <= input.num_rows <= 15
+        titles += [title for batch in input.batches() for title in batch.column("title").to_pylist()]
+    assert sorted(titles) == sorted(pq.read_table(sample_data / "python_docs.parquet")["title"].to_pylist())
 
 
 def test_sample_documents_are_prose_of_a_few_hundred_words_and_questions_share_documents(sample_data: Path) -> None:

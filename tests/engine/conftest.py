@@ -86,7 +86,7 @@ class ListedPrompts:
         return self.prompts[prompt]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def list_prompts(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ListedPrompts]:
     """A function (prompts, params of each) -> staged prompts."""
 

@@ -24,7 +24,7 @@ from batchllm.kernels.attention import CHUNK, AttentionPlan
 from batchllm.kernels.native import library as native_library
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CHILD_TIMEOUT_S = 280
+CHILD_TIMEOUT_S = 900
 
 # The inputs and float64 answers that the GPU benchmark checks with as well.
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -35,7 +35,9 @@ OUTCOMES = pytest.StashKey[Outcomes]()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 TOLERANCES = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-7}}
-"""Against float64 on the same inputs of unit size. bfloat16 has 8 bits, and rounds weights before their sum as well as results."""
+"""Against float64 on the same inputs of unit size. bfloat16 has 8 bits, and rounds weights before their sum as well as
+results.
+"""
 
 
 def _backend_names() -> list[str]:
@@ -249,6 +251,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "triton: needs Triton kernels to run; without a GPU it runs in their interpreter"
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The first of them waits for the child, in which each has the usual time.
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        for item in items:
+            if item.get_closest_marker("triton") is not None:
+                item.add_marker(pytest.mark.timeout(CHILD_TIMEOUT_S + 20))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -108,6 +108,12 @@ def run_linear(launcher: Callable[..., torch.Tensor], num_rows: int, dtype: torc
     launcher(empty(num_rows, 2048, dtype=dtype), packed)
 
 
+def add_to_empty(x: torch.Tensor, packed: linear.PackedLinear) -> torch.Tensor:
+    out = empty(x.shape[0], packed.out_size, dtype=x.dtype)
+    linear.linear_add_triton(x, packed, out)
+    return out
+
+
 def run_sample(dtype: torch.dtype) -> None:
     column = functools.partial(empty, 32)
     batch = sampling.SamplingBatch(
@@ -134,6 +140,8 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         for weight in (torch.int8, FP8_DTYPE):
             call = functools.partial(run_linear, linear.linear_triton, num_rows, bf16, weight)
             yield f"linear-{num_rows}-{ELEMENT_NAMES[weight]}", call
+            call = functools.partial(run_linear, add_to_empty, num_rows, bf16, weight)
+            yield f"linear_add-{num_rows}-{ELEMENT_NAMES[weight]}", call
         for weight in (bf16, torch.int8, FP8_DTYPE):
             call = functools.partial(run_linear, linear.linear_argmax_triton, num_rows, bf16, weight)
             yield f"argmax-{num_rows}-{ELEMENT_NAMES[weight]}", call

@@ -52,7 +52,8 @@ def test_attention_over_a_shared_prefix_reads_it_for_every_row(
 
 
 def test_attention_of_large_scores_stays_among_the_values(kernels, dtype, make_attention_case):
-    # Scores in the thousands: their own rounding decides between near equals, so the truth is only that the result is a mean of values.
+    # Scores in the thousands: their own rounding decides between near equals, so the truth is only that the result is a
+    # mean of values.
     case = make_attention_case([(600, 40)], dtype=dtype)
     case.query.mul_(1000)
     out = run_attention(kernels, case, case.private_plan())
@@ -242,6 +243,19 @@ def test_linear_argmax_names_an_index_whose_value_is_largest(kernels, dtype, ass
     winner = kernels.linear_argmax(x, kernels.pack_linear(weight))
     assert winner.dtype == torch.int64
     assert_near(logits.gather(1, winner.unsqueeze(1)).to(dtype), logits.amax(dim=1, keepdim=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("out_size", "in_size"), [(1, 3), (49, 64), (1000, 100), (517, 576)])
+def test_linear_logits_hold_what_linear_argmax_compares(kernels, dtype, out_size, in_size):
+    x, weight = (torch.randn(33, in_size).to(dtype), torch.randn(out_size, in_size).to(dtype))
+    packed = kernels.pack_linear(weight)
+    logits = kernels.linear_logits(x, packed)
+    assert logits.dtype == torch.float32 and logits.shape == (33, out_size)
+    exact = x.double() @ weight.double().T
+    assert (logits - exact).abs().max() <= exact.abs().max() * (2**-8 if dtype == torch.bfloat16 else 1e-5)
+    winner = kernels.linear_argmax(x, packed)
+    assert torch.equal(logits.gather(1, winner[:, None]).squeeze(1), logits.amax(dim=1))
 
 
 def test_linear_argmax_takes_the_lowest_index_among_equals(kernels, dtype):

@@ -118,6 +118,12 @@ def test_linear_is_within_tolerance(num_rows: int, out_size: int, in_size: int, 
     assert share <= 1
 
 
+@pytest.mark.parametrize("kind", ["plain", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", MODEL_DTYPES)
+def test_linear_adds_into_the_residual(dtype: torch.dtype, kind: str) -> None:
+    assert cases.linear_add_share(5, out_size=70, in_size=100, kind=kind, dtype=dtype, device=DEVICE) <= 1
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, FP8_DTYPE])
 def test_quantised_weights_are_within_half_a_step_of_the_channel(dtype: torch.dtype) -> None:
     weight = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)) * torch.arange(6)[:, None]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import kernel_cases as cases
+import attention_cases as cases
 import pytest
 import torch
-from kernel_cases import AttentionShape
+from attention_cases import AttentionShape
+from kernel_cases import error_share
 
 from batchllm.kernels import attention, attention_triton
 from batchllm.kernels.attention import CHUNK
@@ -126,7 +127,7 @@ def test_merge_is_the_reference_merge() -> None:
     attention.merge(accumulators, maxima, sums, plan=plan, out=expected)
     # Its maxima count in powers of two.
     attention_triton.merge_triton(accumulators, maxima * 1.4426950408889634, sums, plan=plan, out=got)
-    assert cases.error_share(got, expected.cpu().double(), dtype=torch.float32) <= 1
+    assert error_share(got, expected.cpu().double(), dtype=torch.float32) <= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

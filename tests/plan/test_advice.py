@@ -21,26 +21,26 @@ def advice_for(stage_prompts: Callable[..., Any]) -> Advise:
         prompts: list[list[int]],
         max_tokens: list[int] | None = None,
         *,
-        block_size: int = 1,
         context_tokens: int = 10_000,
         device_bytes: int = 1 << 40,
     ) -> tuple[str, ...]:
         plan = make_plan(stage_prompts(prompts, max_tokens), prefix_sharing=True)
-        demand = simulate_demand(plan, max_sequences=8, step_tokens=1 << 30, block_size=block_size)
+        demand = simulate_demand(plan, max_sequences=8, step_tokens=1 << 30)
         rates = Rates(
             prefill_tokens_per_s=1e3,
             decode_step_s=((1, 0.1),),
             kv_read_bytes_per_s=1e9,
             tiers=(TierSpace(name="device", capacity_bytes=device_bytes, bytes_per_s=1e9),),
         )
-        prediction = predict(plan, demand, rates=rates, kv_bytes_per_token=1, block_size=block_size)
+        prediction = predict(
+            demand, computed_prompt_tokens=int(plan.computed_tokens.sum()), rates=rates, kv_bytes_per_token=1
+        )
         return advise(
             PlanFacts(
                 plan=plan,
                 demand=demand,
                 prediction=prediction,
                 context_tokens=context_tokens,
-                block_size=block_size,
                 max_sequences=8,
             )
         )
@@ -60,11 +60,6 @@ def test_rows_that_fill_the_context_are_counted(advice_for: Advise) -> None:
 def test_repeated_prompts_are_counted_beyond_the_first_of_each(advice_for: Advise) -> None:
     prompts = [[1, 2, 3]] * 3 + [[1, 2]] * 2 + [[1, 2, 3, 4], [7], [8], [9], [10]]
     assert advice_for(prompts) == ("3 prompts (30%) equal an earlier one, of another row or sample",)
-
-
-def test_sharing_lost_to_block_borders_is_counted(advice_for: Advise) -> None:
-    (remark,) = advice_for([[5] * 15 + [i] for i in range(4)], block_size=16)
-    assert "costs 45 prompt tokens (70%" in remark
 
 
 def test_a_long_tail_names_the_longest_row(advice_for: Advise) -> None:

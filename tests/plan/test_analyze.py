@@ -17,7 +17,7 @@ def test_each_prediction_stands_beside_what_was_measured(stage_prompts: Callable
         make_plan(store, prefix_sharing=True),
         store,
         model=ModelFacts(num_layers=1, num_kv_heads=1, head_dim=8, kv_dtype_bytes=4, context_tokens=100),
-        limits=EngineLimits(max_sequences=2, step_tokens=1 << 30, block_size=16),
+        limits=EngineLimits(max_sequences=2, step_tokens=1 << 30),
         rates=Rates(prefill_tokens_per_s=17.0, decode_step_s=((1, 0.1), (2, 0.1)), kv_read_bytes_per_s=1e30, tiers=()),
         decode_text=str,
     )

@@ -28,8 +28,8 @@ def test_a_decode_step_is_linear_between_the_measured_batches_and_beyond() -> No
 
 def test_each_phase_is_its_work_over_its_rate(stage_prompts: Callable[..., Any]) -> None:
     plan = make_plan(stage_prompts([[1] * 50, [2] * 50], [20, 20]), prefix_sharing=True)
-    demand = simulate_demand(plan, max_sequences=1, step_tokens=1 << 40, block_size=16)
-    prediction = predict(plan, demand, rates=RATES, kv_bytes_per_token=20, block_size=16)
+    demand = simulate_demand(plan, max_sequences=1, step_tokens=1 << 40)
+    prediction = predict(demand, computed_prompt_tokens=100, rates=RATES, kv_bytes_per_token=20)
     assert prediction.prefill_s == pytest.approx(1.0)
     assert prediction.decode_s == pytest.approx(40 * 0.1)
     assert prediction.attention_s == pytest.approx(40 * 60 * 20 / 1e6)

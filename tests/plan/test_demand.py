@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.plan.demand import simulate_demand
+from batchllm.plan.demand import compact, simulate_demand
 from batchllm.plan.plan import make_plan
 
 Stage = Callable[..., Any]
@@ -20,29 +20,29 @@ HUGE_STEP = 1 << 40  # prompts take no time
 
 def test_one_prompt_holds_its_tokens_and_what_it_generates(stage_prompts: Stage) -> None:
     plan = make_plan(stage_prompts([[1] * 40], [10]), prefix_sharing=True)
-    demand = simulate_demand(plan, max_sequences=4, step_tokens=HUGE_STEP, block_size=16)
+    demand = simulate_demand(plan, max_sequences=4, step_tokens=HUGE_STEP)
     assert demand.peak_live_tokens == 50
     assert demand.num_steps == pytest.approx(10)
 
 
 def test_a_shared_run_is_held_once_and_freed_with_its_last_prompt(stage_prompts: Stage) -> None:
     plan = make_plan(stage_prompts([[1] * 100 + [i] for i in range(4)], [10] * 4), prefix_sharing=True)
-    at_once = simulate_demand(plan, max_sequences=4, step_tokens=HUGE_STEP, block_size=1)
+    at_once = simulate_demand(plan, max_sequences=4, step_tokens=HUGE_STEP)
     assert at_once.peak_live_tokens == 100 + 4 * 11
-    in_turn = simulate_demand(plan, max_sequences=1, step_tokens=HUGE_STEP, block_size=1)
+    in_turn = simulate_demand(plan, max_sequences=1, step_tokens=HUGE_STEP)
     assert in_turn.peak_live_tokens == 100 + 11
     assert in_turn.num_steps == pytest.approx(40)
 
 
 def test_equal_prompts_hold_their_tokens_once(stage_prompts: Stage) -> None:
     plan = make_plan(stage_prompts([[1] * 100] * 3, [10] * 3), prefix_sharing=True)
-    demand = simulate_demand(plan, max_sequences=8, step_tokens=HUGE_STEP, block_size=16)
+    demand = simulate_demand(plan, max_sequences=8, step_tokens=HUGE_STEP)
     assert demand.peak_live_tokens == 100 + 3 * 10
 
 
 def test_prompt_tokens_take_what_a_step_has_left(stage_prompts: Stage) -> None:
     plan = make_plan(stage_prompts([[1] * 1000], [5]), prefix_sharing=True)
-    demand = simulate_demand(plan, max_sequences=28, step_tokens=128, block_size=16)
+    demand = simulate_demand(plan, max_sequences=28, step_tokens=128)
     assert demand.num_steps == pytest.approx(1000 / 100 + 5)
 
 
@@ -52,7 +52,7 @@ def test_decode_work_is_conserved_and_never_wider_than_allowed(
     stage_prompts: Stage, limits: list[int], max_sequences: int
 ) -> None:
     plan = make_plan(stage_prompts([[i] for i in range(len(limits))], limits), prefix_sharing=True)
-    demand = simulate_demand(plan, max_sequences=max_sequences, step_tokens=HUGE_STEP, block_size=16)
+    demand = simulate_demand(plan, max_sequences=max_sequences, step_tokens=HUGE_STEP)
     assert float((demand.running * demand.duration).sum()) == pytest.approx(sum(limits), rel=1e-6)
     assert demand.running.max() <= max_sequences
     assert demand.peak_live_tokens <= max_sequences * (1 + max(limits))
@@ -76,7 +76,7 @@ def test_blending_ends_a_mixed_batch_sooner_than_token_order_or_longest_first(st
             prompt_tokens=plan.prompt_tokens[positions],
             decode_tokens=plan.decode_tokens[positions],
         )
-        return simulate_demand(reordered, max_sequences=64, step_tokens=512, block_size=16).num_steps
+        return simulate_demand(reordered, max_sequences=64, step_tokens=512).num_steps
 
     blended = steps(np.arange(600))
     assert blended <= steps(by_token)
@@ -85,5 +85,17 @@ def test_blending_ends_a_mixed_batch_sooner_than_token_order_or_longest_first(st
 
 def test_an_empty_plan_demands_nothing(stage_prompts: Stage) -> None:
     plan = make_plan(stage_prompts([]), prefix_sharing=True)
-    demand = simulate_demand(plan, max_sequences=4, step_tokens=64, block_size=16)
+    demand = simulate_demand(plan, max_sequences=4, step_tokens=64)
     assert (demand.peak_live_tokens, demand.num_steps, demand.tail_share) == (0, 0.0, 0.0)
+
+
+def test_a_compacted_load_has_a_stretch_for_each_number_of_sequences_and_the_same_sums(stage_prompts: Stage) -> None:
+    plan = make_plan(
+        stage_prompts([[i] * (30 + i) for i in range(40)], [5 + i % 7 for i in range(40)]), prefix_sharing=True
+    )
+    demand = simulate_demand(plan, max_sequences=8, step_tokens=64)
+    small = compact(demand)
+    assert len(set(small.running.tolist())) == len(small.running) <= 9
+    assert small.duration.sum() == pytest.approx(demand.duration.sum())
+    assert small.duration @ small.live_tokens == pytest.approx(demand.duration @ demand.live_tokens)
+    assert (small.peak_live_tokens, small.num_steps) == (demand.peak_live_tokens, demand.num_steps)

@@ -16,7 +16,7 @@ from batchllm.plan.explanation import Explanation, HistogramBar
 from batchllm.plan.plan import make_plan
 
 SMOLLM2 = ModelFacts(num_layers=30, num_kv_heads=3, head_dim=64, kv_dtype_bytes=2, context_tokens=8192)
-LIMITS = EngineLimits(max_sequences=64, step_tokens=1024, block_size=16)
+LIMITS = EngineLimits(max_sequences=64, step_tokens=1024)
 RATES = Rates(
     prefill_tokens_per_s=1000.0,
     decode_step_s=((1, 0.02), (64, 0.2)),
@@ -46,8 +46,7 @@ def test_totals_are_exact(explained: Explanation) -> None:
     assert explained.prompt_tokens == 10 * 317 + 5000
     assert explained.unique_prompt_tokens == 316 + 10 + 5000
     assert explained.reuse_ceiling == pytest.approx(1 - 5326 / 8170)
-    # Of the 316 shared tokens 19 whole blocks of 16 are reused.
-    assert explained.computed_prompt_tokens == 317 + 9 * (317 - 304) + 5000
+    assert explained.computed_prompt_tokens == 316 + 10 + 5000
     assert explained.decode_tokens == 11 * 32
     assert explained.kv_bytes_per_row_most == 5032 * 23_040
     assert explained.peak_kv_bytes == explained.peak_live_tokens * 23_040
@@ -110,3 +109,26 @@ def test_an_empty_plan_is_explained(stage_prompts: Callable[..., Any]) -> None:
     explanation = explain(plan, store, model=SMOLLM2, limits=LIMITS, rates=RATES, decode_text=spell)
     assert explanation.prompt_tokens == 0 and explanation.advice == ()
     assert "bottleneck       none: nothing to run" in explanation.to_text()
+
+
+def test_an_explanation_read_back_predicts_the_same_times_from_the_same_rates(explained: Explanation) -> None:
+    again = Explanation.from_json(json.loads(json.dumps(explained.to_json()))).with_rates(RATES)
+    assert again.prediction is not None and explained.prediction is not None
+    assert again.prediction.total_s == pytest.approx(explained.prediction.total_s)
+    assert replace(again, prediction=None) == replace(explained, prediction=None, advice=())
+
+
+def test_without_rates_the_text_leaves_times_out(explained: Explanation) -> None:
+    text = replace(explained, prediction=None).to_text()
+    assert "predicted time" not in text and "peak demand" in text
+
+
+def test_the_expected_share_shortens_what_is_predicted_not_what_is_allowed(stage_prompts: Callable[..., Any]) -> None:
+    store = stage_prompts([[1, 2, 3]] * 4, [40] * 4)
+    plan = make_plan(store, prefix_sharing=True)
+    half = explain(
+        plan, store, model=SMOLLM2, limits=LIMITS, rates=RATES, decode_text=lambda tokens: "", expected_share=0.5
+    )
+    assert (half.decode_tokens, half.expected_decode_tokens) == (160, 80)
+    assert half.num_steps == pytest.approx(20, abs=1)
+    assert "expected         80 tokens" in half.to_text()

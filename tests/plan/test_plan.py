@@ -87,11 +87,11 @@ def test_what_a_prompt_may_generate_ends_at_the_context(stage_prompts: Stage) ->
     assert most_decode_tokens(store, max_model_tokens=None).tolist() == [20, 20, 20]
 
 
-def test_whole_blocks_are_reused_but_never_the_last_token(stage_prompts: Stage) -> None:
+def test_shared_tokens_are_reused_but_never_the_last_token(stage_prompts: Stage) -> None:
     plan = make_plan(stage_prompts([[1] * 32, [1] * 32, [1] * 40 + [2]]), prefix_sharing=True)
     assert plan.prompt_tokens.tolist() == [32, 41, 32]
     assert plan.shared_tokens.tolist() == [0, 32, 32]
-    assert plan.computed_tokens(16).tolist() == [32, 9, 16]
+    assert plan.computed_tokens.tolist() == [32, 9, 1]
 
 
 def test_an_empty_store_gives_an_empty_plan(stage_prompts: Stage) -> None:

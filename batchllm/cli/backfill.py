@@ -1,0 +1,77 @@
+"""`batchllm backfill`: runs a job file for each of several dates."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+import click
+
+from batchllm.cli.options import run_options, stop_rules
+
+
+@click.command()
+@click.argument("job_file", type=click.Path(path_type=Path))
+@click.option("--from", "first", type=click.DateTime(["%Y-%m-%d"]), required=True, help="The first date.")
+@click.option("--to", "last", type=click.DateTime(["%Y-%m-%d"]), required=True, help="The last date; it is run too.")
+@run_options
+@click.option("--json", "as_json", is_flag=True, help="Print each date's summary as a line of JSON; nothing else.")
+@click.pass_context
+def backfill(
+    context: click.Context,
+    job_file: Path,
+    first: datetime.datetime,
+    last: datetime.datetime,
+    overrides: tuple[str, ...],
+    limit: int | None,
+    deadline: str | None,
+    max_error_rate: str | None,
+    retry_errors: bool,
+    as_json: bool,
+) -> None:
+    """Run JOB_FILE for each date, in order; dates that are complete already take no time.
+
+    A date with error rows does not keep the next from running; one that cannot be finished does. The exit code is the worst.
+    """
+    from batchllm.cli.stopping import StopWish
+
+    rules = stop_rules(deadline=deadline, max_error_rate=max_error_rate)
+    # Before the imports: they take seconds, and a night's stop may come during them.
+    stop = StopWish(deadline=rules.deadline)
+
+    from batchllm.cli.progress import ProgressView
+    from batchllm.cli.summary import summary_text
+    from batchllm.job import Job
+    from batchllm.nightly.backfill import DateResult, load_dates, worst_exit_code
+    from batchllm.nightly.backfill import backfill as run_dates
+    from batchllm.run import Observer, RunOptions, summary_values
+
+    jobs = load_dates(job_file, overrides=overrides, first=first.date(), last=last.date())
+    views: list[ProgressView] = []
+
+    def observer(job: Job) -> Observer:
+        for view in views:
+            view.close()
+        views[:] = [ProgressView(name=f"{job.name} {job.date}", quiet=as_json)]
+        return Observer(note=views[0].note, progress=views[0].update, should_stop=stop.asked)
+
+    options = RunOptions(limit=limit, retry_errors=retry_errors, max_error_rate=rules.max_error_rate)
+    results: list[DateResult] = []
+    for result in run_dates(jobs, job_file=job_file, options=options, observer=observer):
+        results.append(result)
+        for view in views:
+            view.close()
+        error = str(result.error) if result.error is not None else None
+        if result.summary is not None:
+            error = result.summary.too_many_errors
+        if as_json:
+            values = {"exit_code": result.exit_code} if result.summary is None else summary_values(result.summary)
+            click.echo(json.dumps({"date": str(result.date), **values, "error": error}))
+        elif result.summary is not None:
+            click.echo(f"{result.date} {summary_text(result.summary)}")
+        if error is not None:
+            click.echo(f"batchllm: {result.date}: {error}", err=True)
+    if len(results) < len(jobs):
+        click.echo(f"batchllm: {len(jobs) - len(results)} of {len(jobs)} dates were not begun", err=True)
+    context.exit(worst_exit_code(results))

@@ -1,0 +1,70 @@
+"""`batchllm schedule`: a job at a time of day, by cron or systemd."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("job_file", type=click.Path(path_type=Path))
+@click.argument("run_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- RUN_OPTIONS]")
+@click.option("--at", metavar="HH:MM", help="The local time of day.")
+@click.option("--as", "kind", type=click.Choice(["cron", "systemd"]), default="cron", show_default=True)
+@click.option("--log", type=click.Path(path_type=Path, dir_okay=False), help="Where the run's output is appended.")
+@click.option(
+    "--install", is_flag=True, help="Put the entry into your crontab, in the place of this job's earlier one."
+)
+@click.option("--remove", is_flag=True, help="Take this job's entry out of your crontab.")
+def schedule(
+    job_file: Path,
+    run_options: tuple[str, ...],
+    at: str | None,
+    kind: str,
+    log: Path | None,
+    install: bool,
+    remove: bool,
+) -> None:
+    """Print an entry that runs JOB_FILE every day, or change your crontab.
+
+    What stands behind `--` goes to `batchllm run`: `batchllm schedule job.yaml --at 02:30 -- --deadline 06:00`.
+    """
+    from batchllm.nightly.crontab import read_crontab, with_entry, without_entry, write_crontab
+
+    if install and remove:
+        raise click.UsageError("--install and --remove exclude each other")
+    if (install or remove) and kind == "systemd":
+        raise click.UsageError("only a crontab can be changed; save the printed units, their first lines say where")
+    if remove:
+        before = read_crontab()
+        after = without_entry(before, job_file=job_file)
+        if after != before:
+            write_crontab(after)
+        click.echo(f"{job_file}: {'taken out of' if after != before else 'was not in'} your crontab", err=True)
+        return
+    if at is None:
+        raise click.UsageError("Missing option '--at'.")
+
+    from batchllm.cli.options import stop_rules
+    from batchllm.cli.run import run
+    from batchllm.job import load_job
+    from batchllm.nightly.schedule import cron_entry, scheduled_job, systemd_units
+
+    # A mistake in the options is found now and not at night.
+    with run.make_context("run", [str(job_file), *run_options]) as parsed:
+        values = parsed.params
+    stop_rules(deadline=values["deadline"], max_error_rate=values["max_error_rate"])
+    for key in ("summary_file", "metrics_file"):
+        if values[key] is not None and not values[key].is_absolute():
+            raise click.UsageError(f"{values[key]}: write an absolute path; a scheduler starts in another folder")
+    job = load_job(job_file, overrides=values["overrides"])
+    scheduled = scheduled_job(job_file, name=job.name, at=at, run_options=run_options, log=log)
+    text = cron_entry(scheduled) if kind == "cron" else systemd_units(scheduled)
+    # Without its folder the log could not be opened, and nothing would run.
+    scheduled.log.parent.mkdir(parents=True, exist_ok=True)
+    if install:
+        write_crontab(with_entry(read_crontab(), job_file=job_file, entry=text))
+        click.echo(f"{job_file}: runs at {at} by your crontab; its output goes to {scheduled.log}", err=True)
+    else:
+        click.echo(text, nl=False)

@@ -1,0 +1,39 @@
+"""When a command stops before its end: signals and a deadline."""
+
+from __future__ import annotations
+
+import datetime
+import signal
+import time
+from types import FrameType
+
+import click
+
+
+class StopWish:
+    """Turns the first SIGINT or SIGTERM, or the deadline, into a wish to stop after the step; said once.
+
+    A second SIGINT ends the process at once.
+    """
+
+    def __init__(self, *, deadline: datetime.datetime | None) -> None:
+        """`deadline` is aware. It is compared with the wall clock, so a machine that slept stops when it wakes."""
+        self._deadline_s = None if deadline is None else deadline.timestamp()
+        self._is_asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_asked:
+            self._ask("stopping after this step; what is done is kept")
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    def _ask(self, text: str) -> None:
+        self._is_asked = True
+        click.echo(text, err=True)
+
+    def asked(self) -> bool:
+        if not self._is_asked and self._deadline_s is not None and time.time() >= self._deadline_s:
+            self._ask("the deadline has come; stopping, what is done is kept")
+        return self._is_asked

@@ -1,0 +1,44 @@
+"""How many rows of a run carry an error, and whether that is more than the user allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchllm.data.results import query
+
+
+class ErrorCount:
+    """The rows with an error, against the share of all rows that may carry one."""
+
+    def __init__(self, *, rate: float, num_rows: int, num_failed: int) -> None:
+        """`num_failed`: rows that earlier runs left with an error."""
+        self._rate = rate
+        self._num_rows = num_rows
+        self._num_before = num_failed
+        # A row with several samples may fail more than once.
+        self._failed: set[int] = set()
+
+    def add(self, row_index: int) -> None:
+        self._failed.add(row_index)
+
+    @property
+    def is_too_high(self) -> bool:
+        """Whether the rate is exceeded even if every other row completes."""
+        return self._num_before + len(self._failed) > self._rate * self._num_rows
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run gives up, in a line; None where it does not."""
+        if not self.is_too_high:
+            return None
+        num_failed = self._num_before + len(self._failed)
+        return (
+            f"{num_failed} of {self._num_rows} rows carry an error ({num_failed / self._num_rows:.1%}), more than the "
+            f"{self._rate * 100:.4g}% that --max-error-rate allows; what is done is kept, --retry-errors runs the failed rows again"
+        )
+
+
+def num_failed(folder: Path, *, below: int) -> int:
+    """How many input rows with an index under `below` carry an error in the visible parts."""
+    counts = query(f"select count(distinct row_index) as failed from errors where row_index < {below}", folder)
+    return int(counts["failed"][0].as_py())

@@ -1,0 +1,80 @@
+"""One run with all that must happen whatever becomes of it: summary file, metrics, and the job's own command."""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchllm.errors import BatchLLMError, OutputError
+from batchllm.job import Job
+from batchllm.nightly.commands import run_command
+from batchllm.nightly.metrics_file import write_metrics
+from batchllm.nightly.outcome import Outcome, write_summary
+from batchllm.run import Observer, RunOptions, RunSummary, run_job
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """The files that the user asked for."""
+
+    summary: Path | None = None
+    metrics: Path | None = None
+
+
+def run_unattended(
+    job: Job, *, job_file: Path, options: RunOptions, reports: Reports, observer: Observer
+) -> RunSummary:
+    """Runs the job as `run_job` does and raises what it raises; before that, reports and commands are done.
+
+    Raises OutputError where a report cannot be written and nothing worse happened.
+    """
+    started_at = datetime.datetime.now().astimezone()
+
+    def report(*, exit_code: int, error: str | None, summary: RunSummary | None) -> str | None:
+        """What could not be written, after all else was done."""
+        outcome = Outcome(
+            job=job,
+            job_file=job_file.absolute(),
+            exit_code=exit_code,
+            error=error,
+            started_at=started_at,
+            ended_at=datetime.datetime.now().astimezone(),
+            summary=summary,
+        )
+        return _report(outcome, reports=reports, observer=observer)
+
+    try:
+        summary = run_job(job, options=options, observer=observer)
+    except Exception as error:
+        code = error.exit_code if isinstance(error, BatchLLMError) else BatchLLMError.exit_code
+        text = str(error) if isinstance(error, BatchLLMError) else f"{type(error).__name__}: {error}"
+        failure = report(exit_code=code, error=text, summary=None)
+        if failure is not None:
+            observer.note(failure)
+        raise
+    failure = report(exit_code=summary.exit_code, error=summary.too_many_errors, summary=summary)
+    if failure is not None:
+        raise OutputError(failure)
+    return summary
+
+
+def _report(outcome: Outcome, *, reports: Reports, observer: Observer) -> str | None:
+    failures = []
+    for path, write in ((reports.summary, write_summary), (reports.metrics, write_metrics)):
+        if path is not None:
+            try:
+                write(outcome, path)
+            except OutputError as error:
+                failures.append(str(error))
+    job = outcome.job
+    if job.on_success or job.on_failure:
+        # The command gets a summary also where the user keeps none.
+        with tempfile.TemporaryDirectory(prefix="batchllm-") as folder:
+            path = reports.summary
+            if path is None or failures:
+                path = Path(folder) / "summary.json"
+                write_summary(outcome, path)
+            run_command(outcome, summary_path=path.absolute(), say=observer.note)
+    return "; ".join(failures) or None

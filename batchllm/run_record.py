@@ -1,0 +1,215 @@
+"""What a run writes into its run folder: the job, versions, the plan's promises and the rates it observed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow
+import tokenizers
+import torch
+
+from batchllm import __version__
+from batchllm.data.run_folder import RecordedRun, runs_of_job
+from batchllm.data.run_views import TIER_COLUMNS
+from batchllm.engine.engine import Engine, EngineConfig
+from batchllm.engine.pool import KvShape
+from batchllm.errors import JobError
+from batchllm.job import Job
+from batchllm.plan.explain import EngineLimits, ModelFacts, explain
+from batchllm.plan.explanation import Explanation
+from batchllm.plan.plan import Plan
+from batchllm.plan.rates import ObservedRates, fit_steps, observed_rates
+from batchllm.plan.store import PromptStore
+from batchllm.prompt import Completion
+from batchllm.storage.tier import TierCounters
+
+_TIER_INTERVAL_S = 1.0
+
+
+def existing_folder(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    folder = folder.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def device_for(name: str) -> torch.device:
+    """The device that a job's `engine.device` names. Raises JobError where it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise JobError("engine.device: cuda is asked for, but torch finds no CUDA device; use auto or cpu")
+    return torch.device(name)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32`, `bfloat16`: as the summary names it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def job_as_yaml_values(job: Job) -> dict[str, Any]:
+    """The job with every default filled in, its date and its folder."""
+    return {**job.model_dump(mode="json", by_alias=True), "date": job.date.isoformat(), "folder": str(job.folder)}
+
+
+def versions(device: torch.device) -> dict[str, Any]:
+    """What ran: programs, libraries, machine."""
+    on_gpu = device.type == "cuda"
+    return {
+        "batchllm": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "duckdb": duckdb.__version__,
+        "pyarrow": pyarrow.__version__,
+        "numpy": np.__version__,
+        "tokenizers": tokenizers.__version__,
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"cpu ({platform.machine()})",
+        "threads": torch.get_num_threads(),
+        "num_cpus": os.cpu_count(),
+        "command": sys.argv,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the engine is built from, as far as a plan must know."""
+
+    shape: KvShape
+    config: EngineConfig
+    max_context: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.shape.block_bytes(self.config.block_size)
+
+    def explain(
+        self,
+        plan: Plan,
+        store: PromptStore,
+        *,
+        decode_text: Callable[[Sequence[int]], str],
+        expected_share: float = 1.0,
+    ) -> Explanation:
+        """The plan explained for this engine, without times."""
+        return explain(
+            plan,
+            store,
+            model=ModelFacts(
+                num_layers=self.shape.num_layers,
+                num_kv_heads=self.shape.num_kv_heads,
+                head_dim=self.shape.head_dim,
+                kv_dtype_bytes=self.shape.dtype.itemsize,
+                context_tokens=self.max_context,
+            ),
+            limits=EngineLimits(max_sequences=self.config.max_sequences, step_tokens=self.config.max_step_tokens),
+            rates=None,
+            decode_text=decode_text,
+            expected_share=expected_share,
+        )
+
+    def plan_record(self, explanation: Explanation) -> dict[str, Any]:
+        """What `plan.json` holds: the explanation, and the engine it was made for."""
+        engine = asdict(self.config) | {"block_bytes": self.block_bytes}
+        return {"explanation": explanation.to_json(), "engine": engine}
+
+
+class TierUse:
+    """What each tier holds over time, for `tiers.parquet`; one moment a second at most."""
+
+    def __init__(self, *, block_bytes: int, started_at: float) -> None:
+        self.columns: dict[str, list[Any]] = {name: [] for name in TIER_COLUMNS if name != "run_id"}
+        self._block_bytes = block_bytes
+        self._started_at = started_at
+        self._next_at = 0.0
+
+    def sample(self, engine: Engine) -> None:
+        """Notes the device and every tier under it, if a second has gone by and there is a tier."""
+        now = time.monotonic()
+        if engine.mover is None or now < self._next_at:
+            return
+        self._next_at = now + _TIER_INTERVAL_S
+        pool, store = engine.scheduler.pool, engine.mover.store
+        self._add(now, "device", held=pool.num_used, slots=pool.num_blocks, counters=None)
+        for name, tier in (("host", store.host), ("disk", store.disk)):
+            if tier is not None and tier.num_slots:
+                held = tier.num_slots - tier.num_free
+                self._add(now, name, held=held, slots=tier.num_slots, counters=tier.counters)
+
+    def _add(self, now: float, tier: str, *, held: int, slots: int, counters: TierCounters | None) -> None:
+        values = {
+            "start_s": now - self._started_at,
+            "tier": tier,
+            "used_bytes": held * self._block_bytes,
+            "capacity_bytes": slots * self._block_bytes,
+            "read_bytes": counters.bytes_out if counters is not None else 0,
+            "written_bytes": counters.bytes_in if counters is not None else 0,
+        }
+        for name, column in self.columns.items():
+            column.append(values[name])
+
+
+class GeneratedShare:
+    """Counts how much of what they were allowed the finished rows generated."""
+
+    def __init__(self, store: PromptStore, *, max_context: int) -> None:
+        self.generated_tokens = 0
+        self.allowed_tokens = 0
+        self._store = store
+        self._max_context = max_context
+
+    def add(self, completion: Completion) -> None:
+        """Takes in a finished sample; error rows say nothing."""
+        if completion.error is not None:
+            return
+        place = int(np.searchsorted(self._store.row_index, completion.row_index))
+        max_tokens = self._store.sampling[int(self._store.sampling_id[place])].max_tokens
+        self.allowed_tokens += max(1, min(max_tokens, self._max_context - completion.prompt_tokens))
+        self.generated_tokens += len(completion.token_ids)
+
+
+def rates_record(steps: Mapping[str, Any], *, facts: EngineFacts, share: GeneratedShare) -> dict[str, Any] | None:
+    """What `rates.json` holds; None where the run was too short to tell."""
+    costs = fit_steps(steps, block_bytes=facts.block_bytes)
+    if costs is None:
+        return None
+    rates = observed_rates(
+        costs,
+        most_sequences=int(max(steps["num_decode_rows"])),
+        generated_tokens=share.generated_tokens,
+        allowed_tokens=share.allowed_tokens,
+    )
+    return rates.to_json()
+
+
+def last_rates(job: Job, *, model: str, device: str, dtype: str, before: str | None = None) -> ObservedRates | None:
+    """What the last run of this job on such a machine observed; `before`: of those that are older than this run."""
+    for run in reversed(runs_of_job(Path(job.output.path), name=job.name)):
+        summary = run.summary
+        is_alike = (summary.get("model"), summary.get("device"), summary.get("dtype")) == (model, device, dtype)
+        if run.rates is None or not is_alike or (before is not None and run.run_id >= before):
+            continue
+        rates = _read_rates(run)
+        if rates is not None:
+            return rates
+    return None
+
+
+def _read_rates(run: RecordedRun) -> ObservedRates | None:
+    """None for a file that another version wrote."""
+    try:
+        return ObservedRates.from_json(run.rates or {})
+    except (KeyError, TypeError, ValueError):
+        return None
