@@ -131,6 +131,10 @@ class DiskTier:
         return self._io.cpu_s
 
     @property
+    def depth(self) -> int:
+        return self.options.depth
+
+    @property
     def num_free(self) -> int:
         return len(self._free)
 

@@ -13,10 +13,16 @@ from batchllm.storage.tier import MissCause, Outcome, TierCounters, Transfer, Tr
 
 
 class HostTier:
-    """Owns `num_slots + num_spare` frames. `memory`: see `Frames`."""
+    """Owns `num_slots + num_spare` frames: of its own, in `memory` (see `Frames`), or those in `frames`."""
 
     def __init__(
-        self, *, num_slots: int, block_bytes: int, num_spare: int = 0, memory: memoryview | None = None
+        self,
+        *,
+        num_slots: int,
+        block_bytes: int,
+        num_spare: int = 0,
+        memory: memoryview | None = None,
+        frames: Frames | None = None,
     ) -> None:
         if num_slots < 0 or num_spare < 0:
             raise ValueError(f"{num_slots} slots and {num_spare} spare frames")
@@ -24,7 +30,7 @@ class HostTier:
         self.num_slots = num_slots
         self.num_spare = num_spare
         self.counters = TierCounters()
-        self._frames = Frames(num_frames=num_slots + num_spare, block_bytes=block_bytes, memory=memory)
+        self._frames = frames or Frames(num_frames=num_slots + num_spare, block_bytes=block_bytes, memory=memory)
         self._index: dict[bytes, Frame] = {}
         self._num_reserved = 0
         self._finished: list[Transfer] = []

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from batchllm.storage.disk import DiskTier
 from batchllm.storage.frame import Frame
 from batchllm.storage.policy import NEVER, Policy
-from batchllm.storage.tier import Transfer
+from batchllm.storage.tier import LowerTier, Transfer
 
 OnEnd = Callable[[Transfer], None]
 
@@ -18,7 +17,7 @@ class DiskShelf:
     `on_displaced` is told of each block that lost its slot to another.
     """
 
-    def __init__(self, disk: DiskTier | None, *, policy: Policy, on_displaced: Callable[[bytes], None]) -> None:
+    def __init__(self, disk: LowerTier | None, *, policy: Policy, on_displaced: Callable[[bytes], None]) -> None:
         self.disk = disk
         self._policy = policy
         self._on_displaced = on_displaced
@@ -33,7 +32,7 @@ class DiskShelf:
     @property
     def has_depth(self) -> bool:
         """Whether a store that can wait should be begun now: not behind a queue that is full."""
-        return self.disk is not None and len(self._under_way) < self.disk.options.depth
+        return self.disk is not None and len(self._under_way) < self.disk.depth
 
     def contains(self, key: bytes) -> bool:
         return self.disk is not None and self.disk.contains(key)

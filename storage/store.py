@@ -22,13 +22,12 @@ from collections import deque
 from collections.abc import Callable
 
 from batchllm.storage.cost import Decision
-from batchllm.storage.disk import DiskTier
 from batchllm.storage.frame import Frame, copy_bytes, fill_frame
 from batchllm.storage.host import HostTier
 from batchllm.storage.movement import Arrival, BlockUse, Departure, StoreCounters
 from batchllm.storage.policy import NEVER, NextUsePolicy, Policy
 from batchllm.storage.shelf import DiskShelf
-from batchllm.storage.tier import MissCause, Outcome, Transfer, TransferKind, payload_view
+from batchllm.storage.tier import LowerTier, MissCause, Outcome, Transfer, TransferKind, payload_view
 
 
 class TieredStore:
@@ -38,7 +37,7 @@ class TieredStore:
         self,
         *,
         host: HostTier | None,
-        disk: DiskTier | None,
+        disk: LowerTier | None,
         make_policy: Callable[[], Policy] = NextUsePolicy,
         choose: Callable[[bytes, BlockUse], Decision] | None = None,
     ) -> None:

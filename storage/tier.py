@@ -116,7 +116,9 @@ class Tier(Protocol):
 
     block_bytes: int
     num_slots: int
-    counters: TierCounters
+
+    @property
+    def counters(self) -> TierCounters: ...
 
     def contains(self, key: bytes) -> bool:
         """Whether a load begun now would find the block whole, as far as is known without reading it."""
@@ -136,6 +138,30 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """End what is in flight and let go of files and threads. What ended is still there for a last `poll`."""
+
+
+class LowerTier(Tier, Protocol):
+    """What the tiered store asks of the tier below memory, beside what every tier does. `backend` says how it works."""
+
+    backend: str
+
+    @property
+    def depth(self) -> int:
+        """Stores and loads that are worth having under way at once."""
+
+    @property
+    def num_free(self) -> int:
+        """Slots that hold no block and are not being written."""
+
+    @property
+    def is_refusing(self) -> bool:
+        """Whether stores are refused for now because writes failed."""
+
+    def keys(self) -> list[bytes]:
+        """The blocks that can be found now."""
+
+    def check_integrity(self) -> None:
+        """AssertionError where slots and blocks do not add up."""
 
 
 def payload_view(buffer: memoryview | Frame, *, block_bytes: int) -> memoryview:

@@ -17,7 +17,7 @@ LAYERS = [
     ["engine"],
     ["job", "job_file", "job_schema", "data"],
     ["run_progress", "run_record", "run_stages", "run_summary"],
-    ["run", "planning", "doctor"],
+    ["run", "planning", "doctor", "simulation"],
     ["nightly", "api"],
     ["cli", "__init__"],
     ["__main__"],

@@ -9,6 +9,7 @@ import click
 
 from batchllm import __version__
 from batchllm.cli.backfill import backfill
+from batchllm.cli.cache import cache
 from batchllm.cli.doctor import doctor
 from batchllm.cli.models import models
 from batchllm.cli.plan import plan
@@ -17,6 +18,7 @@ from batchllm.cli.report import report
 from batchllm.cli.run import run
 from batchllm.cli.schedule import schedule
 from batchllm.cli.schema import schema
+from batchllm.cli.simulate import simulate
 from batchllm.errors import BatchLLMError
 
 
@@ -29,7 +31,7 @@ def cli(context: click.Context, debug: bool) -> None:
     context.obj = {"debug": debug}
 
 
-for command in (run, plan, report, backfill, schedule, query, doctor, models, schema):
+for command in (run, plan, report, backfill, schedule, query, doctor, models, schema, simulate, cache):
     cli.add_command(command)
 
 

@@ -16,8 +16,19 @@ from batchllm.engine.blocks import BlockPool
 from batchllm.plan.tree import PrefixTree
 from batchllm.storage.keys import block_key
 
+_MOST_BLOCKS = 1 << 20
+"""More blocks than any sequence has."""
+
 _PREFETCH_POSITIONS = 64
 """How far ahead of the plan's next position blocks are brought near: about what a few steps admit."""
+
+
+def _use_at(next_use: float, number: int) -> float:
+    """The next use of block `number` of a sequence that is needed at `next_use`: of its blocks the deepest goes first.
+
+    Without the blocks before it a block is of no use, so a tier that has to give up some gives up the end.
+    """
+    return next_use + number / _MOST_BLOCKS
 
 
 class BlockMover(Protocol):
@@ -81,6 +92,7 @@ class Offload:
         self._block_size = block_size
         self._node_keys: dict[int, list[bytes]] = {}
         self._saved_nodes: dict[int, list[bytes]] = {}
+        self._near_nodes: set[int] = set()
         self._restores: dict[int, _Restore] = {}
         self._slot_of_ticket: dict[int, int] = {}
         self._arriving: set[bytes] = set()
@@ -97,6 +109,7 @@ class Offload:
         if last_use and not self.persist:
             for key in self._saved_nodes.pop(node, ()):
                 self._mover.drop(key)
+            self._near_nodes.discard(node)
             self._node_keys.pop(node, None)
             return
         size, end = self._block_size, int(self._tree.end[node])
@@ -106,9 +119,11 @@ class Offload:
         if tail >= 0:
             held.append(tail)
             names = [*names, self._tail_key(path, tokens, end)]
-        for key, block in zip(names, held, strict=True):
-            self._save(key, block, next_use=next_use, keep=self.persist)
+        first = int(self._tree.start[node]) // size
+        for number, (key, block) in enumerate(zip(names, held, strict=True), start=first):
+            self._save(key, block, next_use=_use_at(next_use, number), keep=self.persist)
         self._saved_nodes[node] = names
+        self._near_nodes.discard(node)
 
     def save_sequence(self, path: list[int], *, tokens: np.ndarray, blocks: np.ndarray, position: int) -> None:
         """A preempted sequence's own KV: `tokens` are those computed, `blocks` all its blocks. What nodes own is theirs to save."""
@@ -116,10 +131,11 @@ class Offload:
         keys = self._keys(path, tokens, tokens.size)
         first = (int(self._tree.end[path[-1]]) if path else 0) // size
         for number in range(first, tokens.size // size):
-            self._save(keys[number], int(blocks[number]), next_use=position, keep=False)
+            self._save(keys[number], int(blocks[number]), next_use=_use_at(position, number), keep=False)
         if tokens.size % size:
             key = self._tail_key(path, tokens, tokens.size)
-            self._save(key, int(blocks[tokens.size // size]), next_use=position, keep=False)
+            number = tokens.size // size
+            self._save(key, int(blocks[number]), next_use=_use_at(position, number), keep=False)
 
     def find(self, path: list[int], *, tokens: np.ndarray, saved_tokens: int, num_blocks: int) -> Restorable:
         """What of a sequence lies in the tiers, behind its first `num_blocks` blocks. `saved_tokens`: as in `WaitingSequence`."""
@@ -175,13 +191,15 @@ class Offload:
         """Brings near what is needed soon. `next_uses`: (saved node, next use) pairs, of `saved_nodes`."""
         for node, next_use in next_uses:
             if next_use <= position + _PREFETCH_POSITIONS:
-                for key in self._saved_nodes.pop(node):
-                    self._mover.prefetch(key, next_use)
+                self._near_nodes.add(node)
+                first = int(self._tree.start[node]) // self._block_size
+                for number, key in enumerate(self._saved_nodes[node], start=first):
+                    self._mover.prefetch(key, _use_at(next_use, number))
 
     @property
     def saved_nodes(self) -> list[int]:
         """Nodes with blocks in the tiers that were not brought near since."""
-        return list(self._saved_nodes)
+        return [node for node in self._saved_nodes if node not in self._near_nodes]
 
     def _save(self, key: bytes, block: int, *, next_use: float, keep: bool) -> None:
         if not self._mover.save(key, block, next_use=next_use, recompute_tokens=self._block_size, keep=keep):

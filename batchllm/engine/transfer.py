@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from batchllm.storage.cost import CostTable, Decision, Victim
+from batchllm.storage.policy import NEVER
 from batchllm.storage.store import TieredStore
 from batchllm.storage.tier import Outcome, Transfer
 
@@ -83,6 +84,8 @@ class HostMover:
         ticket = next(self._tickets)
         self.counters.num_loads += 1
         transfer = self.store.get(key, self._view(block))
+        # The pool has the block now: its copy in the tiers is the first to go there, and costs nothing if it is still there next time.
+        self.store.set_next_use(key, NEVER)
         if transfer.done:
             self._end_load(ticket, transfer)
         else:

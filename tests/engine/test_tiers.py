@@ -218,3 +218,25 @@ def test_a_spill_folder_that_cannot_be_made_is_one_line(job: Job, tmp_path: Path
     (tmp_path / "spill").write_text("in the way")
     with pytest.raises(JobError, match=r"engine\.kv\.disk"):
         job.engine(request(tmp_path, disk=1000 * BLOCK_BYTES), blocks=20)
+
+
+@pytest.mark.parametrize("host_blocks", [6, 10, 14])
+def test_a_small_host_tier_by_next_use_restores_no_less_than_by_recency(
+    job: Job, tmp_path: Path, host_blocks: int
+) -> None:
+    restored = {}
+    for policy in ("next-use", "lru"):
+        engine = job.engine(request(tmp_path, host=host_blocks * BLOCK_BYTES, policy=policy), blocks=24, sequences=2)
+        run(engine)
+        restored[policy] = engine.metrics.restored_tokens
+        assert engine.mover is not None and engine.mover.store.host is not None
+        assert engine.mover.counters.num_load_misses == 0
+    assert restored["next-use"] >= restored["lru"]
+    assert restored["next-use"] > 0
+
+
+def test_a_host_tier_is_not_clogged_by_blocks_that_the_pool_has_again(job: Job, tmp_path: Path) -> None:
+    engine = job.engine(request(tmp_path, host=40 * BLOCK_BYTES), blocks=40, sequences=3)
+    run(engine, evict_everything=True)
+    assert engine.metrics.preemptions > 100
+    assert engine.metrics.computed_prompt_tokens < 1000 < 6 * engine.metrics.restored_tokens

@@ -1,0 +1,285 @@
+"""What tiers cost and save: jobs whose KV demand is four times their pool, with and without tiers.
+
+    python benchmarks/tiers.py [--folder /path/on/the/disk] [--rounds 2]
+
+The job asks a few questions about each of many documents, in an order that scatters each document's questions. `unlimited`
+runs it in a pool that never gives up a block; the other ways have a quarter of the most blocks that this one used: `ram` (a
+host tier), `disk` (a disk tier alone), `lru` (as `ram`, by recency instead of next use), `recompute` (no tier). A second job,
+the same over a tiny model whose blocks cost next to nothing to compute, has no use for tiers: there `ram` is compared with
+`recompute`. In each round every way runs once, one after the other; ratios are medians over rounds of one way's seconds over the
+other's in the same round. Seconds are those of the engine's loop; measuring the machine when tiers are opened takes `setup_s` more.
+
+The last line is one JSON object; with fio installed, `benchmarks/tiers_disk.py` adds its figures to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from batchllm.engine.engine import Engine, EngineConfig, kv_shape
+from batchllm.engine.metrics import RunMetrics
+from batchllm.engine.tier_report import report_tiers
+from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
+from batchllm.models.config import ModelConfig, RopeConfig
+from batchllm.models.decoder import Decoder, dtype_for, load_decoder
+from batchllm.models.registry import resolve_model
+from batchllm.models.weights import canonical_shapes
+from batchllm.ops import select_kernels
+from batchllm.plan.plan import Plan, make_plan
+from batchllm.plan.store import PromptStore
+from batchllm.prompt import Completion, SamplingParams
+from batchllm.storage.keys import KeyScope
+
+BLOCK_SIZE = 16
+
+TINY = ModelConfig(
+    architecture="llama",
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=16,
+    intermediate_size=128,
+    vocab_size=512,
+    max_context=2048,
+    rms_eps=1e-5,
+    rope=RopeConfig(theta=10000.0),
+    tied_embeddings=True,
+    qkv_bias=False,
+    bos_id=None,
+    eos_ids=frozenset(),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """Weights of the tiny model: nothing is read from them but their shapes."""
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        shape = canonical_shapes(TINY)[name]
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=dtype)
+        generator = torch.Generator().manual_seed(len(name))
+        return (torch.randn(shape, generator=generator) * 0.1).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class NoVocabulary:
+    """Rows run to their `max_tokens`; their text is of no interest."""
+
+    token_bytes: Sequence[bytes]
+    eos_ids: frozenset[int] = frozenset()
+    special_tokens: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`questions` about each of `documents`; each question is 12 tokens, its answer `output_tokens`."""
+
+    documents: int
+    questions: int
+    document_tokens: int
+    output_tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A workload staged for a model."""
+
+    decoder: Decoder
+    store: PromptStore
+    plan: Plan
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run: seconds of the loop, CPU seconds in it, seconds of opening the tiers, what was counted, and each row's tokens."""
+
+    run_s: float
+    cpu_s: float
+    setup_s: float
+    metrics: RunMetrics
+    stall_s: float
+    moved_bytes: int
+    tokens: dict[int, list[int]]
+
+
+def stage(workload: Workload, *, decoder: Decoder, folder: Path) -> Batch:
+    """Random documents and questions. Question by question over all documents, so that each document is needed all the time."""
+    random = np.random.default_rng(7)
+    vocabulary = decoder.config.vocab_size
+    documents = random.integers(3, vocabulary, (workload.documents, workload.document_tokens))
+    prompts = [
+        np.concatenate([documents[document], random.integers(3, vocabulary, 12)])
+        for _ in range(workload.questions)
+        for document in random.permutation(workload.documents)
+    ]
+    store = PromptStore(folder)
+    sampling = store.intern_sampling(SamplingParams(max_tokens=workload.output_tokens, ignore_eos=True))
+    store.append_batch(
+        row_index=np.arange(len(prompts)),
+        lengths=np.array([prompt.size for prompt in prompts], dtype=np.int32),
+        tokens=np.concatenate(prompts).astype(np.int32),
+        sampling_ids=np.full(len(prompts), sampling, dtype=np.int32),
+    )
+    store.finish()
+    return Batch(decoder, store, make_plan(store, prefix_sharing=True, keep_order=True), workload.sequences)
+
+
+def run(batch: Batch, *, num_blocks: int, request: TierRequest | None) -> Outcome:
+    """Runs the batch once over a pool of `num_blocks`."""
+    decoder, answers = batch.decoder, list[Completion]()
+    began_s = time.perf_counter()
+    tiers = None
+    if request is not None:
+        tiers = open_tiers(
+            request,
+            scope=KeyScope(model=b"benchmark", layout="benchmark", dtype=str(decoder.dtype)),
+            block_bytes=kv_shape(decoder).block_bytes(BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            most_blocks=1 << 20,
+        )
+    setup_s = time.perf_counter() - began_s
+    engine = Engine(
+        decoder=decoder,
+        vocabulary=NoVocabulary([b"x"] * decoder.config.vocab_size),
+        store=batch.store,
+        plan=batch.plan,
+        config=EngineConfig(
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            max_step_tokens=512,
+            max_sequences=batch.sequences,
+            evict_least_recent=request is not None and request.policy == "lru",
+        ),
+        seed=0,
+        started_at=time.monotonic(),
+        tiers=tiers,
+    )
+    began_s, cpu_began_s = time.perf_counter(), time.process_time()
+    engine.run(deliver=answers.extend)
+    run_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_began_s
+    stall_s, moved_bytes = 0.0, 0
+    if engine.mover is not None:
+        report = report_tiers(engine.mover, engine.metrics)
+        stall_s, moved_bytes = report.stall_s, sum(tier.bytes_in + tier.bytes_out for tier in report.tiers)
+    engine.close()
+    if engine.metrics.num_errors or len(answers) != batch.plan.num_prompts:
+        sys.exit(f"{engine.metrics.num_errors} rows failed: {next(answer.error for answer in answers if answer.error)}")
+    return Outcome(
+        run_s,
+        cpu_s,
+        setup_s,
+        engine.metrics,
+        stall_s,
+        moved_bytes,
+        {answer.row_index: answer.token_ids for answer in answers},
+    )
+
+
+def compare(batch: Batch, ways: dict[str, TierRequest | None], *, rounds: int) -> dict[str, list[Outcome]]:
+    """Runs all ways, and `unlimited`, once a round; prints a line for each run."""
+    num_tokens = int(batch.plan.prompt_tokens.sum() + batch.plan.decode_tokens.sum())
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in ("unlimited", *ways)}
+    for _ in range(rounds):
+        first = run(batch, num_blocks=num_tokens // BLOCK_SIZE + 1, request=None)
+        quarter = first.metrics.peak_used_blocks // 4
+        for name in outcomes:
+            outcome = first if name == "unlimited" else run(batch, num_blocks=quarter, request=ways[name])
+            outcomes[name].append(outcome)
+            metrics, pool = outcome.metrics, outcome.metrics.num_blocks
+            same = sum(outcome.tokens[row] == tokens for row, tokens in first.tokens.items())
+            print(
+                f"{name:<10}{outcome.run_s:7.2f} s  CPU {outcome.cpu_s:7.2f} s  model {metrics.model_s:6.2f}  schedule {metrics.schedule_s:5.2f}  "
+                f"sample {metrics.sample_s:5.2f}  stall {outcome.stall_s:5.2f}  pool {pool:>6,}  steps {metrics.num_steps:,}  "
+                f"computed {metrics.computed_prompt_tokens:>7,}  restored {metrics.restored_tokens:>7,}  "
+                f"preempted {metrics.preemptions}  moved {outcome.moved_bytes / 1e6:,.0f} MB  "
+                f"same rows {same}/{len(first.tokens)}",
+                flush=True,
+            )
+    return outcomes
+
+
+def ratio(outcomes: dict[str, list[Outcome]], name: str, *, over: str) -> float:
+    """Median over rounds of one way's seconds over another's."""
+    pairs = zip(outcomes[name], outcomes[over], strict=True)
+    return statistics.median(mine.run_s / other.run_s for mine, other in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--documents", type=int, default=32)
+    parser.add_argument("--questions", type=int, default=3)
+    parser.add_argument("--document-tokens", type=int, default=320)
+    parser.add_argument("--output-tokens", type=int, default=40)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--only", choices=["job", "useless"])
+    parser.add_argument("--no-disk-figures", action="store_true", help="leave out benchmarks/tiers_disk.py")
+    arguments = parser.parse_args()
+    workload = Workload(
+        documents=arguments.documents,
+        questions=arguments.questions,
+        document_tokens=arguments.document_tokens,
+        output_tokens=arguments.output_tokens,
+        sequences=arguments.sequences,
+    )
+    device = torch.device("cpu")
+    kernels = select_kernels(device)
+    figures: dict[str, object] = {"benchmark": "tiers", "kernels": kernels.name}
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        scratch = Path(name)
+        disk = DiskRequest(scratch / "spill", 2 << 30, max_age_s=1e9)
+        host_bytes = 2 << 30
+        ram = TierRequest(host_bytes=host_bytes, disk=None, policy="next-use", persist=False)
+        if arguments.only != "useless":
+            source = resolve_model("smollm2-135m", base_folder=Path.cwd())
+            decoder = load_decoder(source, dtype=dtype_for("auto", device), device=device, kernels=kernels)
+            batch = stage(workload, decoder=decoder, folder=scratch / "job")
+            run(batch, num_blocks=20_000, request=None)  # warm
+            ways = {
+                "ram": ram,
+                "disk": TierRequest(host_bytes=0, disk=disk, policy="next-use", persist=False),
+                "lru": TierRequest(host_bytes=host_bytes, disk=None, policy="lru", persist=False),
+                "recompute": TierRequest(host_bytes=host_bytes, disk=None, policy="recompute", persist=False),
+            }
+            outcomes = compare(batch, ways, rounds=arguments.rounds)
+            figures |= {f"{way}_time_ratio": round(ratio(outcomes, way, over="unlimited"), 4) for way in ways}
+            figures["setup_s"] = round(statistics.median(outcome.setup_s for outcome in outcomes["disk"]), 2)
+        if arguments.only != "job":
+            tiny = Decoder(
+                TINY, RandomWeights(), dtype=torch.float32, device=device, kernels=kernels, fingerprint="tiny"
+            )
+            batch = stage(workload, decoder=tiny, folder=scratch / "useless")
+            run(batch, num_blocks=20_000, request=None)
+            ways = {"ram": ram, "recompute": TierRequest(host_bytes=0, disk=None, policy="recompute", persist=False)}
+            outcomes = compare(batch, ways, rounds=2 * arguments.rounds + 1)
+            figures["useless_tier_time_ratio"] = round(ratio(outcomes, "ram", over="recompute"), 4)
+        if not arguments.no_disk_figures and shutil.which("fio"):
+            script = Path(__file__).with_name("tiers_disk.py")
+            command = [sys.executable, str(script), "--folder", str(scratch)]
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            print(output, end="")
+            measured = json.loads(output.splitlines()[-1])
+            figures |= {key: measured[key] for key in ("fio_share_read", "fio_share_write", "cpu_us_per_block")}
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
