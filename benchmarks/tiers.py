@@ -34,6 +34,7 @@ import torch
 
 from batchllm.engine.engine import Engine, EngineConfig, kv_shape
 from batchllm.engine.metrics import RunMetrics
+from batchllm.engine.sizing import most_blocks
 from batchllm.engine.tier_report import report_tiers
 from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
 from batchllm.models.config import ModelConfig, RopeConfig
@@ -155,7 +156,7 @@ def run(batch: Batch, *, num_blocks: int, request: TierRequest | None) -> Outcom
             scope=KeyScope(model=b"benchmark", layout="benchmark", dtype=str(decoder.dtype)),
             block_bytes=kv_shape(decoder).block_bytes(BLOCK_SIZE),
             block_size=BLOCK_SIZE,
-            most_blocks=1 << 20,
+            most_blocks=most_blocks(batch.plan, max_context=decoder.config.max_context, block_size=BLOCK_SIZE),
         )
     setup_s = time.perf_counter() - began_s
     engine = Engine(
@@ -272,7 +273,7 @@ def main() -> None:
             batch = stage(workload, decoder=tiny, folder=scratch / "useless")
             run(batch, num_blocks=20_000, request=None)
             ways = {"ram": ram, "recompute": TierRequest(host_bytes=0, disk=None, policy="recompute", persist=False)}
-            outcomes = compare(batch, ways, rounds=2 * arguments.rounds + 1)
+            outcomes = compare(batch, ways, rounds=10 * arguments.rounds + 1)  # each takes a second
             figures["useless_tier_time_ratio"] = round(ratio(outcomes, "ram", over="recompute"), 4)
         if not arguments.no_disk_figures and shutil.which("fio"):
             script = Path(__file__).with_name("tiers_disk.py")
