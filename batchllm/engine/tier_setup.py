@@ -54,7 +54,7 @@ def open_tiers(
 ) -> TierSetup | None:
     """The store and its costs, measured in about a second; None where the job wants no tier.
 
-    `most_blocks`: all blocks that the batch could ever keep; `auto` sizes need no more. Raises JobError for a spill folder that
+    `most_blocks`: all blocks that the batch could ever keep; host memory and `auto` sizes need no more. Raises JobError for a spill folder that
     cannot be used.
     """
     if request.policy == "recompute" or (request.host_bytes == 0 and request.disk is None):
@@ -72,8 +72,9 @@ def open_tiers(
         # A rate of 0 means that the disk took nothing: without a rate the cost table leaves the tier alone.
         rates |= {rate: value for rate, value in ((Rate.DISK_WRITE, write), (Rate.DISK_READ, read)) if value > 0}
     costs = CostTable(rates)
+    num_slots = host_slots(request.host_bytes, block_bytes=block_bytes, most_blocks=most_blocks)
     host = HostTier(
-        num_slots=host_slots(request.host_bytes, block_bytes=block_bytes, most_blocks=most_blocks),
+        num_slots=min(num_slots, most_blocks),  # slots that the batch cannot fill would only take time to make
         block_bytes=block_bytes,
         num_spare=_SPARE_FRAMES if disk is not None else 0,
     )

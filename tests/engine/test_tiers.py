@@ -240,3 +240,10 @@ def test_a_host_tier_is_not_clogged_by_blocks_that_the_pool_has_again(job: Job, 
     run(engine, evict_everything=True)
     assert engine.metrics.preemptions > 100
     assert engine.metrics.computed_prompt_tokens < 1000 < 6 * engine.metrics.restored_tokens
+
+
+def test_a_host_tier_has_no_more_slots_than_the_batch_has_blocks(job: Job, tmp_path: Path) -> None:
+    engine = job.engine(request(tmp_path, host=10**6 * BLOCK_BYTES), blocks=20)
+    assert engine.mover is not None and engine.mover.store.host is not None
+    assert engine.mover.store.host.num_slots == 1000
+    engine.close()
