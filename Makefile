@@ -22,9 +22,10 @@ run: $(VENV)/.installed
 	$(BIN)/batchllm run jobs/summarise.yaml
 	$(BIN)/batchllm query "select finish_reason, count(*) as num_rows, round(avg(ttft_s), 3) as ttft_s, round(avg(tpot_s), 4) as tpot_s, sum(completion_tokens) as tokens from completions group by 1" jobs/summarise.yaml
 
+# One test process a core, one thread each: two teams of threads on the same cores would spin against each other.
 test: $(VENV)/.installed-dev
 	$(BIN)/batchllm models pull smollm2-135m
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
