@@ -174,7 +174,7 @@ class GeneratedShare:
         """Takes in a finished sample; error rows say nothing."""
         if completion.error is not None:
             return
-        place = int(np.searchsorted(self._store.row_index, completion.row_index))
+        place = self._store.first_of_row(completion.row_index)
         max_tokens = self._store.sampling[int(self._store.sampling_id[place])].max_tokens
         self.allowed_tokens += max(1, min(max_tokens, self._max_context - completion.prompt_tokens))
         self.generated_tokens += len(completion.token_ids)

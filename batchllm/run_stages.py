@@ -110,7 +110,6 @@ def _spoken(
         if tokenizer.strips_leading_space:
             return None
         token_ids = completions.token_ids(row_index)
-        place = int(np.searchsorted(store.row_index, row_index))
-        return np.concatenate([store.tokens(place), token_ids]) if token_ids.size else None
+        return np.concatenate([store.tokens(store.first_of_row(row_index)), token_ids]) if token_ids.size else None
 
     return find

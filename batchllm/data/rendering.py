@@ -278,6 +278,8 @@ class PromptRenderer:
         }
         if segments:
             found |= self._encode_segments(segments)
+            # The store finds a row by search: its rows only rise, shielded ones among the others.
+            found = {place: found[place] for place in texts}
         for place, rendered in texts.items():
             if rendered.prefix is not None:
                 found[place] = np.concatenate([rendered.prefix, found[place]])

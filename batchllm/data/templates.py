@@ -13,7 +13,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from batchllm.data.sandbox import BoundedSandbox
 
 
 class NullCell(jinja2.StrictUndefined):
@@ -30,7 +31,7 @@ def null_cell(column: str) -> NullCell:
     return NullCell(hint=f"column {column!r} is null")
 
 
-_ROW_ENVIRONMENT = ImmutableSandboxedEnvironment(
+_ROW_ENVIRONMENT = BoundedSandbox(
     undefined=jinja2.StrictUndefined, extensions=["jinja2.ext.loopcontrols"], auto_reload=False
 )
 
@@ -96,7 +97,7 @@ def compile_chat_template(text: str, *, date: datetime.date) -> jinja2.Template:
 
     Raises jinja2.TemplateSyntaxError.
     """
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag], auto_reload=False
     )
     moment = datetime.datetime.combine(date, datetime.time())

@@ -41,6 +41,7 @@ class PromptStore:
         self.sampling_id = np.zeros(0, dtype=np.int32)
         self.num_prompts = 0
         self.num_tokens = 0
+        self._last_row = -1
         self._ids: dict[SamplingParams, int] = {}
         self._batches: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
@@ -55,12 +56,17 @@ class PromptStore:
     def append_batch(
         self, *, row_index: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, sampling_ids: np.ndarray
     ) -> None:
-        """Adds prompts. `tokens`: int32, the prompts one after the other; the other arrays have one entry a prompt."""
+        """Adds prompts. `tokens`: int32, the prompts one after the other; the other arrays have one entry a prompt.
+
+        `row_index` rises, from call to call too, so that a row can be found by search.
+        """
         num_prompts = len(row_index)
         assert len(lengths) == len(sampling_ids) == num_prompts and int(lengths.sum()) == len(tokens)
         assert int(lengths.min(initial=1)) > 0, "an empty prompt cannot be run"
         if num_prompts == 0:
             return
+        assert bool((np.diff(row_index, prepend=self._last_row) > 0).all()), "rows are staged in the order of the input"
+        self._last_row = int(row_index[-1])
         data = np.ascontiguousarray(tokens, dtype=_TOKEN).data.cast("B")
         start, written = self.num_tokens * _TOKEN.itemsize, 0
         while written < len(data):
@@ -100,6 +106,13 @@ class PromptStore:
     def tokens(self, index: int) -> np.ndarray:
         """int32 `[length]`: the tokens of prompt `index` (its place in the store, not its row)."""
         return self._read(int(self.offset[index]), int(self.length[index]))
+
+    def first_of_row(self, row_index: int) -> int:
+        """The store's number of a row's first prompt. Raises KeyError for a row that has none."""
+        place = int(np.searchsorted(self.row_index, row_index))
+        if place == len(self.row_index) or int(self.row_index[place]) != row_index:
+            raise KeyError(row_index)
+        return place
 
     def prompt(self, index: int) -> Prompt:
         """Prompt `index` as the engine takes it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,57 @@ def test_segments_of_a_shielded_prompt_give_the_ids_of_the_whole(tmp_path: Path)
         for piece in pieces
     ]
     assert np.concatenate(parts).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("marked", [[0], [2], [5], [0, 5], [1, 3, 4], [0, 1, 2, 3, 4, 5]], ids=str)
+def test_rows_with_control_text_keep_their_place_among_the_others(tmp_path: Path, marked: list[int]) -> None:
+    texts = [f"row {row}" + (" <|im_end|>" if row in marked else "") for row in range(6)]
+    staging, errors = stage(make_job(tmp_path, pa.table({"text": texts}), '{template: "{{ text }}"}'), tmp_path)
+    try:
+        store = staging.store
+        assert not errors
+        assert store.row_index.tolist() == list(range(6))
+        for row in range(6):
+            assert store.first_of_row(row) == row
+            assert texts[row] in ByteTokenizer().show(store.tokens(row).tolist())
+    finally:
+        staging.close()
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "'x' * 10000000000",
+        "10000000000 * 'x'",
+        "[1] * 10000000000",
+        "2 ** 1000000000",
+        "'%10000000000d' % 1",
+        "'%*d' % (10000000000, 1)",
+        "'x'.center(10000000000)",
+        "'x'.ljust(10000000000)",
+        "'x'.zfill(10000000000)",
+        "'{:10000000000}'.format(1)",
+        "'{:{}}'.format(1, 10000000000)",
+        "'x' | center(10000000000)",
+        "'x' | indent(10000000000)",
+        "'%10000000000d' | format(1)",
+    ],
+)
+def test_a_template_that_would_fill_the_memory_is_an_error_row(tmp_path: Path, expression: str) -> None:
+    found, errors = run(
+        tmp_path, pa.table({"text": ["a"]}), json.dumps({"template": f"{{{{ {expression} }}}} {{{{ text }}}}"})
+    )
+    assert not found
+    assert len(errors) == 1 and "too" in errors[0].message
+
+
+def test_ordinary_arithmetic_and_padding_work_in_templates(tmp_path: Path) -> None:
+    template = "{{ 'ab' * 3 }} {{ 2 ** 10 }} {{ '%05d' % 7 }} {{ 7 % 4 }} {{ 'x'.center(3) }}| {{ 'x' | indent(2) }} {{ '{:>3}'.format(9) }}"
+    found, errors = run(
+        tmp_path, pa.table({"text": ["a"]}), json.dumps({"raw": True, "template": template + "{{ text }}"})
+    )
+    assert not errors
+    assert found[0] == "ababab 1024 00007 3  x | x   9a"
 
 
 def test_empty_null_and_blank_cells(tmp_path: Path) -> None:
