@@ -65,10 +65,15 @@ def carried_fields(section: InputSection, schema: pa.Schema) -> list[pa.Field]:
     Raises JobError where a kept column has the name of an output column (DuckDB does not tell case apart).
     """
     id_type = carried_type(schema.field(section.id).type) if section.id is not None else pa.string()
-    taken = {name.lower() for name in _ALL_NAMES}
+    own = {name.lower() for name in _ALL_NAMES}
+    taken: set[str] = set()
     for name in section.keep:
-        if name.lower() in taken:
+        if name.lower() in own:
             raise JobError(f"input.keep: {name!r} is a column of the output itself; rename it with input.sql")
+        if name.lower() in taken:
+            raise JobError(
+                f"input.keep: {name!r} differs from another kept column in case only; rename it with input.sql"
+            )
         taken.add(name.lower())
     return [pa.field("id", id_type)] + [pa.field(name, carried_type(schema.field(name).type)) for name in section.keep]
 

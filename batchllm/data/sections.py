@@ -386,4 +386,6 @@ def describe(error: Mapping[str, Any]) -> str:
     kind, message = error["type"], str(error["msg"])
     if kind == "missing":
         return "is missing"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return "must be a mapping of keys to values"
     return message.removeprefix("Value error, ").removeprefix("Input should be ").replace("Input should", "should")
