@@ -78,6 +78,13 @@ def test_every_code_line_is_a_command_or_a_make_target() -> None:
             assert line in COMMANDS, line
 
 
+def run_summarise(commands: Any, project: Path, model: Path) -> None:
+    """The sample job; where it is done already, at once."""
+    settings = ["--set", f"model={model}", "--set", "engine.dtype=fp32", "--set", "sampling.max_tokens=4"]
+    result = commands.run("run", "jobs/summarise.yaml", *settings, "--date", TODAY.isoformat(), folder=project)
+    assert result.code == 0, result.stderr
+
+
 @pytest.mark.parametrize("line", list(dict.fromkeys(COMMANDS)))
 def test_every_command_runs(commands: Any, project: Path, long_context_model: Path, line: str) -> None:
     name, command, arguments = command_of(line)
@@ -89,6 +96,9 @@ def test_every_command_runs(commands: Any, project: Path, long_context_model: Pa
             arguments += ["--set", "sampling.max_tokens=4"]
     if "--date" in options and "--date" not in arguments:
         arguments += ["--date", TODAY.isoformat()]
+    if name[0] != "run" and "jobs/summarise.yaml" in arguments:
+        # In the README the job was run before; tests may run apart, in any order.
+        run_summarise(commands, project, long_context_model)
     result = commands.run(*name, *arguments, folder=project)
     assert result.code == 0, f"{result.stderr}\n{result.stdout}"
     assert result.stdout.strip() or result.stderr.strip()
@@ -98,9 +108,7 @@ def test_the_sql_reads_what_a_run_wrote(
     commands: Any, project: Path, long_context_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sql, runs_and_steps = fenced("sql")
-    settings = ["--set", f"model={long_context_model}", "--set", "engine.dtype=fp32", "--set", "sampling.max_tokens=4"]
-    result = commands.run("run", "jobs/summarise.yaml", *settings, "--date", TODAY.isoformat(), folder=project)
-    assert result.code == 0, result.stderr
+    run_summarise(commands, project, long_context_model)
     monkeypatch.chdir(project)
     for statement in runs_and_steps.strip().splitlines():
         assert duckdb.connect().sql(statement).to_arrow_table().num_rows > 0, statement
