@@ -1,5 +1,5 @@
-// Tile units: eight registers of 16 rows by 64 bytes, all configured full. tile_multiply adds the products of A [16, 32] bf16 and
-// B [16 pairs, 16, 2] bf16 to C [16, 16] float32.
+// Tile units: eight registers of up to 16 rows by 64 bytes. A product adds those of A [16, 32] bf16 and B [16 pairs, 16, 2] bf16 to
+// C [16, 16] float32.
 #pragma once
 
 #include <immintrin.h>
@@ -18,8 +18,8 @@ struct alignas(64) TileConfig {
 // Tile registers are the thread's own: configured while this lives.
 class Tiles {
  public:
-  Tiles() {
-    const TileConfig config;
+  explicit Tiles(const TileConfig& config = TileConfig()) { configure(config); }
+  void configure(const TileConfig& config) {
     // GCC 12 declares 8 bytes of the operand only: without the barrier the rest may not have been stored yet.
     asm volatile("" : : "m"(config) : "memory");
     _tile_loadconfig(&config);

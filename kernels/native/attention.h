@@ -4,6 +4,7 @@
 //   using Number                                       the type of query, keys, values and output
 //   static size_t scratch_bytes(head_dim)
 //   Engine(call, scratch)
+//   void start_unit(num_columns)                       what follows is for that many columns
 //   void pack_query(tile, pointers, num_columns)       the tile's columns: head_dim numbers at each pointer
 //   void pack_chunk(chunk, num_tiles, ahead)           the chunk's keys and values, for that many tiles of columns
 //   void multiply(tile, visible, num_columns, result, ahead)
@@ -42,7 +43,8 @@ struct Chunk {
   const T* value(int i) const { return keys[i] + to_values; }
 };
 
-// The chunk that is read next. Blocks lie anywhere, so the processor cannot guess it: its lines are asked for a few rows at a time.
+// The chunk that is read next. Blocks lie anywhere, so the processor cannot guess it: its lines are asked for a few at a time, all
+// through the work on this one, since a burst of them would hold up everything behind it.
 template <class T>
 struct Ahead {
   const Chunk<T>* chunk;
@@ -118,6 +120,7 @@ void run_unit(const AttentionCall& call, const AttentionUnit& unit, const Attent
   int64_t column_head[kUnitColumns];  // row * num_heads + head
   int32_t column_position[kUnitColumns];
   const T* pointers[kTileColumns];
+  engine.start_unit(unit.num_columns);
   for (int t = 0; t < num_tiles; ++t) {
     const int first = t * kTileColumns, count = unit.num_columns - first < kTileColumns ? unit.num_columns - first : kTileColumns;
     for (int c = 0; c < count; ++c) {
@@ -167,6 +170,7 @@ void run_unit(const AttentionCall& call, const AttentionUnit& unit, const Attent
         copy_partial(partials, number * call.num_heads + head, chunk_partial, c, width);
       }
     }
+    ahead.ask(kChunk);
     Chunk<T>* done = chunk;
     chunk = next_chunk, next_chunk = done;
   }

@@ -13,34 +13,64 @@ class TileEngine {
 
   static size_t scratch_bytes(int head_dim) {
     const int depth = round_up(head_dim, 32), width = round_up(head_dim, 16);
-    return sizeof(bf16) * (size_t(kUnitColumns) * depth + size_t(kChunk) * (depth + width) + 16 * kWeightStride) + sizeof(float) * 16 * kScoreStride;
+    return sizeof(bf16) * (size_t(kUnitColumns) * depth + size_t(kChunk) * (depth + width) + 16 * kWeightStride) + sizeof(float) * 16 * kScoreStride +
+           sizeof(float) * (16 * kChunk + 4 * 256);
   }
 
   TileEngine(const AttentionCall& call, char* memory)
-      : head_dim_(call.head_dim), depth_tiles_((call.head_dim + 31) / 32), width_tiles_((call.head_dim + 15) / 16), scale_(call.scale * kLog2E) {
+      : head_dim_(call.head_dim),
+        depth_tiles_((call.head_dim + 31) / 32),
+        width_tiles_((call.head_dim + 15) / 16),
+        in_place_(call.block_size % 16 == 0),
+        scale_(call.scale * kLog2E) {
     query_ = reinterpret_cast<bf16*>(memory);
     keys_ = query_ + size_t(kUnitColumns) * depth_tiles_ * 32;
     values_ = keys_ + size_t(kChunk) * depth_tiles_ * 32;
     weights_ = values_ + size_t(kChunk) * width_tiles_ * 16;
     scores_ = reinterpret_cast<float*>(weights_ + 16 * kWeightStride);
+    turned_ = scores_ + 16 * kScoreStride;
+    sums_ = turned_ + 16 * kChunk;
   }
 
-  // A operand: [depth tiles, 16 columns, 32].
+  // One tile of columns reads each key once, so keys are not worth packing for it: they are the A operand as they lie, and the columns
+  // B. The sums are the same either way. Few columns make narrow tiles, which are cheap to turn.
+  void start_unit(int num_columns) {
+    direct_ = num_columns <= kTileColumns && head_dim_ % 32 == 0;
+    const int stride = direct_ && num_columns <= kNarrow ? kNarrow : 16;
+    if (stride != columns_) {
+      columns_ = stride;
+      amx::TileConfig config;
+      if (columns_ == kNarrow) {
+        config.row_bytes[0] = config.row_bytes[2] = 4 * kNarrow;
+        for (int tile = 3; tile < 8; ++tile) config.rows[tile] = kNarrow;
+      }
+      tiles_.configure(config);
+    }
+  }
+
+  // A operand: [depth tiles, 16 columns, 32]; direct: B operand [depth tiles, 16 pairs of the head, columns, 2].
   void pack_query(int tile, const bf16* const* pointers, int num_columns) {
-    for (int k = 0; k < depth_tiles_; ++k)
-      for (int c = 0; c < 16; ++c)
-        _mm512_storeu_si512(query_tile(tile, k) + 32 * c, c < num_columns ? load_row(pointers[c], 32 * k) : _mm512_setzero_si512());
+    for (int k = 0; k < depth_tiles_; ++k) {
+      if (!direct_) {
+        for (int c = 0; c < 16; ++c)
+          _mm512_storeu_si512(query_tile(tile, k) + 32 * c, c < num_columns ? load_row(pointers[c], 32 * k) : _mm512_setzero_si512());
+        continue;
+      }
+      auto* to = reinterpret_cast<uint32_t*>(query_tile(0, k));
+      for (int c = 0; c < columns_; ++c) {
+        uint32_t pairs[16] = {};
+        if (c < num_columns) std::memcpy(pairs, pointers[c] + 32 * k, 64);
+        for (int i = 0; i < 16; ++i) to[i * columns_ + c] = pairs[i];
+      }
+    }
   }
 
-  // For a single tile of columns packing waits until multiply() needs a piece: then a piece stays in the first cache level, and the
-  // lines that are asked for ahead do not stand in its way.
-  void pack_chunk(const Chunk<bf16>& chunk, int num_tiles, Ahead<bf16>& ahead) {
+  void pack_chunk(const Chunk<bf16>& chunk, int, Ahead<bf16>& ahead) {
     chunk_ = &chunk;
-    packs_late_ = num_tiles == 1;
-    if (packs_late_) return;
+    if (direct_) return;
     for (int start = 0; start < chunk.count; start += 32) {
       pack_keys(start, start / 16), pack_keys(start + 16, start / 16 + 1);
-      pack_values(start, start / 32, 0, width_tiles_);
+      pack_values(start, start / 32);
       ahead.ask(kAskPacking);
     }
   }
@@ -49,38 +79,34 @@ class TileEngine {
     int seen = 0;
     for (int c = 0; c < num_columns; ++c) seen = visible[c] > seen ? visible[c] : seen;
     const int steps = (seen + 31) / 32;  // of 32 positions
-    for (int s = 0; s < steps; s += 2) {
-      const int num_tiles = s + 2 <= steps ? 4 : 2;
-      if (packs_late_)
-        for (int i = 0; i < num_tiles; ++i) {
-          pack_keys(32 * s + 16 * i, i);
-          ahead.ask(kAskLate);
-        }
-      amx::barrier();
-      const int slot = packs_late_ ? 0 : 2 * s;
-      if (num_tiles == 4) {
-        score<4>(tile, slot, 2 * s);
-      } else {
-        score<2>(tile, slot, 2 * s);
-      }
-      ahead.ask(kAskLate);
+    amx::barrier();
+    if (direct_) {
+      score_direct(steps, num_columns, ahead);
+    } else {
+      int s = 0;
+      for (; s + 2 <= steps; s += 2) score<4>(tile, 2 * s);
+      if (s < steps) score<2>(tile, 2 * s);
     }
     amx::barrier();
-    for (int c = 0; c < num_columns; ++c) {
-      softmax(c, visible[c], steps, result.m + c, result.l + c);
-      ahead.ask(kAskLate);
+    for (int c = 0; c < num_columns; ++c) softmax(c, visible[c], steps, result.m + c, result.l + c, ahead);
+    if (direct_) {
+      for (int first = 0; first < head_dim_; first += 64) weigh_direct(steps, first, num_columns, result.a, ahead);
+      return;
     }
     int w = 0;
-    for (; w + 4 <= width_tiles_; w += 4) weigh<4>(steps, w, result.a, ahead);
-    if (width_tiles_ - w == 3) weigh<3>(steps, w, result.a, ahead);
-    if (width_tiles_ - w == 2) weigh<2>(steps, w, result.a, ahead);
-    if (width_tiles_ - w == 1) weigh<1>(steps, w, result.a, ahead);
+    amx::barrier();
+    for (; w + 4 <= width_tiles_; w += 4) weigh<4>(steps, w, result.a);
+    if (width_tiles_ - w == 3) weigh<3>(steps, w, result.a);
+    if (width_tiles_ - w == 2) weigh<2>(steps, w, result.a);
+    if (width_tiles_ - w == 1) weigh<1>(steps, w, result.a);
     amx::barrier();
   }
 
  private:
-  // Rows asked for at a time: a decode tile over a whole chunk makes about 30 steps.
-  static constexpr int kAskPacking = 16, kAskLate = 8;
+  // Rows asked for at a time.
+  static constexpr int kAskPacking = 16;
+  static constexpr int kNarrow = 4;
+  // Registers of the direct products: 0 scores, 1 keys or values, 2 query columns, 3 weights, 4 to 7 sums.
   // Strides off the powers of two, so that the rows of a tile do not fall on the same cache sets.
   static constexpr int kScoreStride = kChunk + 16;
   static constexpr int kWeightStride = kChunk + 32;
@@ -112,25 +138,25 @@ class TileEngine {
   }
 
   // B operands of 32 positions' values: [width tiles, 16 pairs of positions, 16 of the head, 2]; zeros behind the chunk.
-  void pack_values(int start, int slot, int first_tile, int last_tile) const {
+  void pack_values(int start, int slot) const {
     alignas(64) static const uint16_t order[64] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42,
                                                    11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
                                                    22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
     const __m512i low = _mm512_load_si512(order), high = _mm512_load_si512(order + 32);
     for (int pair = 0; pair < 16; ++pair) {
       const int first = start + 2 * pair;
-      for (int w = first_tile; w < last_tile; w += 2) {
+      for (int w = 0; w < width_tiles_; w += 2) {
         const __m512i even = first < chunk_->count ? load_row(chunk_->value(first), 16 * w) : _mm512_setzero_si512();
         const __m512i odd = first + 1 < chunk_->count ? load_row(chunk_->value(first + 1), 16 * w) : _mm512_setzero_si512();
         _mm512_store_si512(value_tile(slot, w) + 32 * pair, _mm512_permutex2var_epi16(even, low, odd));
-        if (w + 1 < last_tile) _mm512_store_si512(value_tile(slot, w + 1) + 32 * pair, _mm512_permutex2var_epi16(even, high, odd));
+        if (w + 1 < width_tiles_) _mm512_store_si512(value_tile(slot, w + 1) + 32 * pair, _mm512_permutex2var_epi16(even, high, odd));
       }
     }
   }
 
-  // Scores of N tiles of 16 positions: keys from `slot` on, results from position tile `first` on.
+  // Scores of N tiles of 16 positions from position tile `first` on.
   template <int N>
-  void score(int tile, int slot, int first) const {
+  void score(int tile, int first) const {
     _tile_zero(0);
     _tile_zero(1);
     if constexpr (N > 2) {
@@ -139,14 +165,14 @@ class TileEngine {
     }
     for (int k = 0; k < depth_tiles_; ++k) {
       _tile_loadd(4, query_tile(tile, k), 64);
-      _tile_loadd(5, key_tile(slot, k), 64);
+      _tile_loadd(5, key_tile(first, k), 64);
       _tile_dpbf16ps(0, 4, 5);
-      _tile_loadd(6, key_tile(slot + 1, k), 64);
+      _tile_loadd(6, key_tile(first + 1, k), 64);
       _tile_dpbf16ps(1, 4, 6);
       if constexpr (N > 2) {
-        _tile_loadd(7, key_tile(slot + 2, k), 64);
+        _tile_loadd(7, key_tile(first + 2, k), 64);
         _tile_dpbf16ps(2, 4, 7);
-        _tile_loadd(5, key_tile(slot + 3, k), 64);
+        _tile_loadd(5, key_tile(first + 3, k), 64);
         _tile_dpbf16ps(3, 4, 5);
       }
     }
@@ -156,6 +182,61 @@ class TileEngine {
       _tile_stored(2, scores_ + 16 * first + 32, kScoreStride * 4);
       _tile_stored(3, scores_ + 16 * first + 48, kScoreStride * 4);
     }
+  }
+
+  // 16 positions' keys as they lie; where blocks do not hold them in a row, a copy with zeros behind the chunk. What lies behind the
+  // chunk in its block is multiplied too, and nobody looks at those scores.
+  const bf16* key_rows(int start) const {
+    if (in_place_) return chunk_->keys[start];
+    for (int i = 0; i < 16; ++i)
+      for (int k = 0; k < depth_tiles_; ++k)
+        _mm512_store_si512(keys_ + i * head_dim_ + 32 * k,
+                           start + i < chunk_->count ? _mm512_loadu_si512(chunk_->keys[start + i] + 32 * k) : _mm512_setzero_si512());
+    amx::barrier();
+    return keys_;
+  }
+
+  void score_direct(int steps, int num_columns, Ahead<bf16>& ahead) const {
+    const int num_tiles = chunk_->count <= 32 * steps - 16 ? 2 * steps - 1 : 2 * steps;  // the last may lie behind the chunk
+    for (int p = 0; p < num_tiles; ++p) {
+      const bf16* rows = key_rows(16 * p);
+      _tile_zero(0);
+      for (int k = 0; k < depth_tiles_; ++k) {
+        _tile_loadd(2, query_tile(0, k), 4 * columns_);
+        _tile_loadd(1, rows + 32 * k, 2 * head_dim_);
+        _tile_dpbf16ps(0, 1, 2);
+        ahead.ask(1);
+      }
+      _tile_stored(0, turned_ + 16 * columns_ * p, 4 * columns_);
+      amx::barrier();
+      ahead.ask(2);
+    }
+    for (int p = 0; p < num_tiles; ++p) {
+      const float* from = turned_ + 16 * columns_ * p;
+      float* to = scores_ + 16 * p;
+      if (columns_ == kNarrow) {
+        turn_narrow(from, to);
+        continue;
+      }
+      __m512i r[16];
+      for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(from + 16 * i);
+      amx::transpose(r);
+      for (int c = 0; c < num_columns; ++c) _mm512_storeu_si512(to + c * kScoreStride, r[c]);
+    }
+  }
+
+  // [16 positions, 4 columns] to rows of positions.
+  static void turn_narrow(const float* from, float* to) {
+    const __m512i first_two = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
+    const __m512i last_two = _mm512_setr_epi32(2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31);
+    __m512 r[4];
+    for (int i = 0; i < 4; ++i) r[i] = _mm512_loadu_ps(from + 16 * i);
+    const __m512 early = _mm512_permutex2var_ps(r[0], first_two, r[1]), late = _mm512_permutex2var_ps(r[2], first_two, r[3]);
+    _mm512_storeu_ps(to, _mm512_shuffle_f32x4(early, late, 0x44));
+    _mm512_storeu_ps(to + kScoreStride, _mm512_shuffle_f32x4(early, late, 0xee));
+    const __m512 early_last = _mm512_permutex2var_ps(r[0], last_two, r[1]), late_last = _mm512_permutex2var_ps(r[2], last_two, r[3]);
+    _mm512_storeu_ps(to + 2 * kScoreStride, _mm512_shuffle_f32x4(early_last, late_last, 0x44));
+    _mm512_storeu_ps(to + 3 * kScoreStride, _mm512_shuffle_f32x4(early_last, late_last, 0xee));
   }
 
   // 2^t to 1e-4, which is finer than the weights' eight bits.
@@ -171,7 +252,7 @@ class TileEngine {
 
   static __mmask16 lanes(int count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : __mmask16((1u << count) - 1); }
 
-  void softmax(int column, int visible, int steps, float* m, float* l) const {
+  void softmax(int column, int visible, int steps, float* m, float* l, Ahead<bf16>& ahead) const {
     const float* s = scores_ + column * kScoreStride;
     bf16* to = weights_ + column * kWeightStride;
     __m512 peak = _mm512_set1_ps(-__builtin_inff());
@@ -190,39 +271,33 @@ class TileEngine {
       }
       even_sum = _mm512_add_ps(even_sum, even), odd_sum = _mm512_add_ps(odd_sum, odd);
       _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+      ahead.ask(1);
     }
     *l = _mm512_reduce_add_ps(_mm512_add_ps(even_sum, odd_sum));
   }
 
   template <int N>
-  void weigh(int steps, int w, float* a, Ahead<bf16>& ahead) const {
+  void weigh(int steps, int w, float* a) const {
     _tile_zero(0);
     if constexpr (N > 1) _tile_zero(1);
     if constexpr (N > 2) _tile_zero(2);
     if constexpr (N > 3) _tile_zero(3);
     for (int s = 0; s < steps; ++s) {
-      const int slot = packs_late_ ? 0 : s;
-      if (packs_late_) {
-        pack_values(32 * s, slot, w, w + N);
-        ahead.ask(kAskLate);
-      }
-      amx::barrier();
       _tile_loadd(4, weights_ + 32 * s, kWeightStride * 2);
-      _tile_loadd(5, value_tile(slot, w), 64);
+      _tile_loadd(5, value_tile(s, w), 64);
       _tile_dpbf16ps(0, 4, 5);
       if constexpr (N > 1) {
-        _tile_loadd(6, value_tile(slot, w + 1), 64);
+        _tile_loadd(6, value_tile(s, w + 1), 64);
         _tile_dpbf16ps(1, 4, 6);
       }
       if constexpr (N > 2) {
-        _tile_loadd(7, value_tile(slot, w + 2), 64);
+        _tile_loadd(7, value_tile(s, w + 2), 64);
         _tile_dpbf16ps(2, 4, 7);
       }
       if constexpr (N > 3) {
-        _tile_loadd(5, value_tile(slot, w + 3), 64);
+        _tile_loadd(5, value_tile(s, w + 3), 64);
         _tile_dpbf16ps(3, 4, 5);
       }
-      amx::barrier();
     }
     const int stride = width_tiles_ * 16 * int(sizeof(float));
     _tile_stored(0, a + 16 * w, stride);
@@ -231,9 +306,70 @@ class TileEngine {
     if constexpr (N > 3) _tile_stored(3, a + 16 * (w + 3), stride);
   }
 
+  // B operands of 32 positions' values, up to 64 of the head from `first` on: tiles 2 w and 2 w + 1 hold the lower and the upper four of
+  // each eight of 32, which is how two rows interleave fastest.
+  void pack_values_direct(int start, int first, bf16* to, Ahead<bf16>& ahead) const {
+    const int num_vectors = head_dim_ - first < 64 ? 1 : 2;
+    for (int pair = 0; pair < 16; ++pair) {
+      const int at = start + 2 * pair;
+      for (int w = 0; w < num_vectors; ++w) {
+        const __m512i even = at < chunk_->count ? _mm512_loadu_si512(chunk_->value(at) + first + 32 * w) : _mm512_setzero_si512();
+        const __m512i odd = at + 1 < chunk_->count ? _mm512_loadu_si512(chunk_->value(at + 1) + first + 32 * w) : _mm512_setzero_si512();
+        _mm512_store_si512(to + 1024 * w + 32 * pair, _mm512_unpacklo_epi16(even, odd));
+        _mm512_store_si512(to + 1024 * w + 512 + 32 * pair, _mm512_unpackhi_epi16(even, odd));
+      }
+      ahead.ask(1);
+    }
+  }
+
+  // Sums of up to 64 of the head from `first` on.
+  void weigh_direct(int steps, int first, int num_columns, float* a, Ahead<bf16>& ahead) const {
+    const int width = width_tiles_ * 16;
+    const bool both = head_dim_ - first >= 64;
+    _tile_zero(4);
+    _tile_zero(5);
+    _tile_zero(6);
+    _tile_zero(7);
+    pack_values_direct(0, first, values_, ahead);
+    for (int s = 0; s < steps; ++s) {
+      const bf16* packed = values_ + s % 2 * 2048;
+      if (s + 1 < steps) pack_values_direct(32 * (s + 1), first, values_ + (s + 1) % 2 * 2048, ahead);
+      amx::barrier();
+      ahead.ask(4);
+      _tile_loadd(3, weights_ + 32 * s, kWeightStride * 2);
+      _tile_loadd(1, packed, 64);
+      _tile_dpbf16ps(4, 3, 1);
+      _tile_loadd(1, packed + 512, 64);
+      _tile_dpbf16ps(5, 3, 1);
+      if (both) {
+        _tile_loadd(1, packed + 1024, 64);
+        _tile_dpbf16ps(6, 3, 1);
+        _tile_loadd(1, packed + 1536, 64);
+        _tile_dpbf16ps(7, 3, 1);
+      }
+      amx::barrier();
+    }
+    _tile_stored(4, sums_, 64);
+    _tile_stored(5, sums_ + 256, 64);
+    _tile_stored(6, sums_ + 512, 64);
+    _tile_stored(7, sums_ + 768, 64);
+    amx::barrier();
+    const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int c = 0; c < num_columns; ++c)
+      for (int w = 0; w < (both ? 2 : 1); ++w) {
+        const __m512 low = _mm512_load_ps(sums_ + 512 * w + 16 * c), high = _mm512_load_ps(sums_ + 512 * w + 256 + 16 * c);
+        float* to = a + c * width + first + 32 * w;
+        _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, front, high));
+        _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(low, back, high));
+      }
+  }
+
   amx::Tiles tiles_;
   int head_dim_, depth_tiles_, width_tiles_;
-  bool packs_late_ = false;
+  bool in_place_;  // whether 16 positions from a multiple of 16 on lie in one block
+  bool direct_ = false;
+  int columns_ = 16;  // of a tile
   float scale_;
   const Chunk<bf16>* chunk_ = nullptr;
   bf16* query_;
@@ -241,6 +377,8 @@ class TileEngine {
   bf16* values_;
   bf16* weights_;  // [16, kWeightStride]
   float* scores_;  // [16, kScoreStride]
+  float* turned_;  // direct: [kChunk, columns_]
+  float* sums_;    // direct: [4 tiles, 16, 16]
 };
 
 }  // namespace BATCHLLM_PATH

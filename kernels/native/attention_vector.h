@@ -44,6 +44,8 @@ class VectorEngine {
     scores_ = values_ + size_t(kChunk) * width_;
   }
 
+  void start_unit(int) {}
+
   void pack_query(int tile, const T* const* pointers, int num_columns) {
     for (int c = 0; c < num_columns; ++c) {
       float* to = query_ + size_t(tile * kTileColumns + c) * head_dim_;
