@@ -40,8 +40,10 @@ AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512v
 ANY_PROCESSOR = ["interface.cpp", "attention_units.cpp", "path_portable.cpp"]
 X86_PATHS = {
     "path_avx2.cpp": AVX2_FLAGS,
+    "path_avx2_vnni.cpp": [*AVX2_FLAGS, "-mavxvnni"],
     "path_avx512.cpp": AVX512_FLAGS,
-    "path_amx.cpp": [*AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "path_avx512_vnni.cpp": [*AVX512_FLAGS, "-mavx512vnni"],
+    "path_amx.cpp": [*AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
 }
 
 

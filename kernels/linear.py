@@ -3,8 +3,12 @@
 Shapes: x [num_rows, in_size], weight [out_size, in_size], y [num_rows, out_size].
 Bound: weight bytes for few rows, FLOPs for many.
 
-Quantised weights are int8 or e4m3 with one float32 scale per output channel, `w = scale * q`; the product runs in x's
-dtype, into which q goes exactly, with float32 sums, and is scaled at its end.
+Quantised weights are int8 or e4m3 with one float32 scale per output channel, `w = scale * q`. Over e4m3 the product runs
+in x's dtype, into which q goes exactly, with float32 sums, and is scaled at its end.
+
+Over int8 weights each row of x is rounded to int8 too, with a scale of its own (`quantise_rows`): the products are whole numbers and
+their sums exact, so y = sum * row scale * channel scale + bias, in float32 and in this order, is the same bit for bit on
+every backend, and a row's bits are its own.
 
 On a GPU a plain product is torch's own, which is at the measured rate by definition. The Triton kernels are for what
 torch lacks: 8-bit weights (half or a quarter of the bytes, widened in registers on their way to the tensor cores),
@@ -41,31 +45,65 @@ class PackedLinear:
     scale: torch.Tensor | None = None
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-    """Takes the weight [out_size, in_size] as it is: the plain product needs no other form."""
+MAX_INT8_INPUTS = 1 << 16
+"""Up to here the sum of products of bytes fits into 32 bits, whichever way they are signed."""
+
+_EXACT_INT8_INPUTS = (1 << 24) // 127**2
+"""Up to here float32 holds the sum of products of int8 exactly."""
+
+_LEAST_MAGNITUDE = 1e-30
+"""Rows are not magnified beyond it: a row of smaller numbers becomes zeros."""
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, int8: bool = False) -> PackedLinear:
+    """Takes the weight [out_size, in_size] as it is, for the plain product needs no other form, or rounds it to `int8`."""
+    if int8:
+        return quantise_linear(weight, bias, dtype=torch.int8)
     return PackedLinear(weight=weight.contiguous(), bias=bias, out_size=weight.shape[0], in_size=weight.shape[1])
 
 
 def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, dtype: torch.dtype) -> PackedLinear:
-    """The weight rounded to `dtype`, torch.int8 or torch.float8_e4m3fn, each output channel scaled to its largest
-    magnitude."""
+    """The weight rounded to `dtype`, as by `quantise_weight`."""
+    rounded, scale = quantise_weight(weight, dtype=dtype)
+    return PackedLinear(weight=rounded, bias=bias, out_size=weight.shape[0], in_size=weight.shape[1], scale=scale)
+
+
+def quantise_weight(weight: torch.Tensor, *, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight rounded to `dtype`, torch.int8 or torch.float8_e4m3fn, and the float32 scales [out_size] that take each output
+    channel to its largest magnitude. Raises ValueError for another dtype, and where int8 sums would not fit."""
     largest = {torch.int8: 127.0, FP8_DTYPE: E4M3_MAX}.get(dtype)
     if largest is None:
         raise ValueError(f"weights are quantised to int8 or float8_e4m3fn, not to {dtype}")
+    if dtype == torch.int8 and weight.shape[1] > MAX_INT8_INPUTS:
+        raise ValueError(f"int8 weights have at most {MAX_INT8_INPUTS} inputs, not {weight.shape[1]}")
     wide = weight.float()
     # A channel of zeros gets scale 1: its quotients stay zeros.
     scale = wide.abs().amax(dim=1) / largest
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     quotients = (wide / scale[:, None]).clamp(-largest, largest)
     rounded = quotients.round().to(dtype) if dtype == torch.int8 else quotients.to(dtype)
-    return PackedLinear(
-        weight=rounded.contiguous(), bias=bias, out_size=weight.shape[0], in_size=weight.shape[1], scale=scale
-    )
+    return rounded.contiguous(), scale
 
 
-def pack_linear_gated(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x rounded to int8, ties to even, and the float32 scales [num_rows] that take each row to its largest magnitude.
+
+    A row with a number that is not finite becomes zeros with scale NaN, so that all of y's row is NaN.
+    """
+    wide = x.float()
+    largest = wide.abs().amax(dim=1)
+    is_finite = largest.isfinite()
+    largest = largest.clamp(min=_LEAST_MAGNITUDE)
+    # A number over a tensor would be its reciprocal times the number, rounded twice.
+    factor = torch.full_like(largest, 127.0) / largest
+    rounded = (wide * factor[:, None]).round()
+    rounded = torch.where(is_finite[:, None], rounded, torch.zeros_like(rounded))
+    return rounded.to(torch.int8), torch.where(is_finite, largest / 127.0, torch.nan)
+
+
+def pack_linear_gated(weight: torch.Tensor, bias: torch.Tensor | None = None, *, int8: bool = False) -> PackedLinear:
     """As `pack_linear`, for `linear_silu_mul` alone: the rows of the gate [size, in_size], then those of up."""
-    return pack_linear(weight, bias)
+    return pack_linear(weight, bias, int8=int8)
 
 
 def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
@@ -92,7 +130,12 @@ def linear_argmax(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
 
 def _scaled_product(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     assert packed.scale is not None
-    y = F.linear(x.float(), packed.weight.float()) * packed.scale
+    if packed.weight.dtype == torch.int8:
+        rows, row_scale = quantise_rows(x)
+        exact = torch.float32 if packed.in_size <= _EXACT_INT8_INPUTS else torch.float64
+        y = F.linear(rows.to(exact), packed.weight.to(exact)).float() * row_scale[:, None] * packed.scale
+    else:
+        y = F.linear(x.float(), packed.weight.float()) * packed.scale
     return y if packed.bias is None else y + packed.bias.float()
 
 

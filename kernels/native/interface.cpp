@@ -15,7 +15,7 @@
 namespace batchllm {
 namespace {
 
-enum Path : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3, kNumPaths = 4 };
+enum Path : int { kPortable, kAvx2, kAvx2Vnni, kAvx512, kAvx512Vnni, kAmx, kNumPaths };
 
 #if defined(__x86_64__)
 
@@ -36,19 +36,32 @@ bool can_run(Path path) {
   const uint64_t states = enabled_states();
   const bool avx2 = (states & 0x6) == 0x6 && (c & bit_AVX) && (c & bit_FMA) && (c & bit_F16C) && (b7 & bit_AVX2);
   if (path == kAvx2) return avx2;
+  if (path == kAvx2Vnni) return avx2 && (a1 & (1u << 4));
   const uint32_t avx512_bits = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
   const bool avx512 = avx2 && (states & 0xe6) == 0xe6 && (b7 & avx512_bits) == avx512_bits;
   if (path == kAvx512) return avx512;
-  const bool avx512_bf16 = a1 & (1u << 5), amx_tile = d7 & (1u << 24), amx_bf16 = d7 & (1u << 22);
-  return avx512 && avx512_bf16 && amx_tile && amx_bf16 && (states & 0x60000) == 0x60000 && tiles_permitted();
+  if (path == kAvx512Vnni) return avx512 && (c7 & (1u << 11));
+  const bool avx512_bf16 = a1 & (1u << 5), amx_tile = d7 & (1u << 24), amx_bf16 = d7 & (1u << 22), amx_int8 = d7 & (1u << 25);
+  return avx512 && avx512_bf16 && amx_tile && amx_bf16 && amx_int8 && (states & 0x60000) == 0x60000 && tiles_permitted();
 }
 
-const PathTable* const kTables[kNumPaths] = {&kPortableTable, &kAvx2Table, &kAvx512Table, &kAmxTable};
+const PathTable* path_table(int path) {
+  static const PathTable* const tables[kNumPaths] = {&kPortableTable, &kAvx2Table,   &kAvx2Table,
+                                                    &kAvx512Table,  &kAvx512Table, &kAmxTable};
+  return tables[path];
+}
+
+void run_linear_int8(int path, const LinearCall& call) {
+  if (path == kAvx2Vnni) return linear_int8_avx2_vnni(call);
+  if (path == kAvx512Vnni) return linear_int8_avx512_vnni(call);
+  path_table(path)->linear_int8(call);
+}
 
 #else
 
 bool can_run(Path path) { return path == kPortable; }
-const PathTable* const kTables[kNumPaths] = {&kPortableTable, nullptr, nullptr, nullptr};
+const PathTable* path_table(int) { return &kPortableTable; }
+void run_linear_int8(int, const LinearCall& call) { kPortableTable.linear_int8(call); }
 
 #endif
 
@@ -63,7 +76,13 @@ std::atomic<int>& current() {
   return path;
 }
 
-const PathTable& table() { return *kTables[current().load(std::memory_order_relaxed)]; }
+int current_path() { return current().load(std::memory_order_relaxed); }
+const PathTable& table() { return *path_table(current_path()); }
+
+void run_linear(const LinearCall& call) {
+  if (call.weight_type == kInt8) return run_linear_int8(current_path(), call);
+  table().linear(call);
+}
 
 // Copies whole blocks; a null list of ids counts 0, 1, 2, ...
 void copy_whole(char* to, int64_t to_stride, const int64_t* to_ids, const char* from, int64_t from_stride, const int64_t* from_ids,
@@ -114,16 +133,16 @@ EXPORT void batchllm_rope_write_kv(const void* qkv, void* query, int64_t num_row
 }
 
 EXPORT void batchllm_linear(const void* x, const void* weight, const float* bias, void* out, int64_t num_rows, int64_t in_size,
-                            int64_t out_size, int64_t x_stride, int32_t data_type, int32_t end) {
-  table().linear({x, weight, bias, out, num_rows, in_size, out_size, x_stride, data_type, end, {}});
+                            int64_t out_size, int64_t x_stride, int32_t data_type, int32_t weight_type, int32_t end) {
+  run_linear({x, weight, bias, out, num_rows, in_size, out_size, x_stride, data_type, weight_type, end, {}});
 }
 
 EXPORT void batchllm_linear_rope_write_kv(const void* x, const void* weight, const float* bias, void* query, int64_t num_rows,
-                                          int64_t in_size, int64_t out_size, int64_t x_stride, int32_t data_type, const float* cos_sin,
-                                          const int32_t* positions, const int64_t* slots, void* kv, int64_t block_stride,
+                                          int64_t in_size, int64_t out_size, int64_t x_stride, int32_t data_type, int32_t weight_type,
+                                          const float* cos_sin, const int32_t* positions, const int64_t* slots, void* kv, int64_t block_stride,
                                           int32_t num_heads, int32_t num_kv_heads, int32_t head_dim, int32_t block_size) {
-  table().linear({x, weight, bias, query, num_rows, in_size, out_size, x_stride, data_type, kRopeWriteKv,
-                  {cos_sin, positions, slots, kv, block_stride, num_heads, num_kv_heads, head_dim, block_size}});
+  run_linear({x, weight, bias, query, num_rows, in_size, out_size, x_stride, data_type, weight_type, kRopeWriteKv,
+              {cos_sin, positions, slots, kv, block_stride, num_heads, num_kv_heads, head_dim, block_size}});
 }
 
 EXPORT void batchllm_copy_blocks(void* to, int64_t to_stride, const int64_t* to_ids, const void* from, int64_t from_stride,

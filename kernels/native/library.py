@@ -20,13 +20,13 @@ import torch  # noqa: F401
 from batchllm.kernels.native.source_digest import source_digest
 
 PATH_VARIABLE = "BATCHLLM_NATIVE_PATH"
-PATHS = ("portable", "avx2", "avx512", "amx")
+PATHS = ("portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "amx")
 """Instruction sets, least first; the index is the number in the C interface."""
 
 LIBRARY_FILE = Path(__file__).with_name("libbatchllm_native.so")
 
 _ROPE = (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_int32)
-_LINEAR = (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int32)
+_LINEAR = (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int32, c_int32)
 _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "can_run": ((c_int,), c_int),
     "path": ((), c_int),

@@ -11,7 +11,7 @@ namespace batchllm {
 
 using bf16 = uint16_t;
 
-enum DataType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+enum DataType : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
 
 inline constexpr int kChunk = 256;          // positions at which spans are cut, kernels/attention.py CHUNK
 inline constexpr int kTileColumns = 16;     // attention: (row, head) pairs of one tile
@@ -68,18 +68,19 @@ struct RopeTarget {
 
 struct LinearCall {
   const void* x;  // [num_rows, in_size]
-  const void* weight;  // packed, see linear.h
+  const void* weight;  // packed, see linear.h and linear_int8.h
   const float* bias;  // [out_size] in the packed order, or null
   void* out;
   int64_t num_rows, in_size, out_size;
   int64_t x_stride;  // elements between rows
-  int32_t data_type, end;
+  int32_t data_type, weight_type, end;  // weight_type: data_type, or kInt8
   RopeTarget rope;
 };
 
 struct PathTable {
   void (*attention)(const AttentionCall&);
   void (*linear)(const LinearCall&);
+  void (*linear_int8)(const LinearCall&);
   void (*rms_norm)(const void* x, const void* weight, void* residual, void* out, int64_t num_rows, int64_t size, float eps,
                    int32_t data_type);
   void (*silu_mul)(const void* gate_up, void* out, int64_t num_rows, int64_t size, int32_t data_type);
@@ -90,6 +91,10 @@ extern const PathTable kPortableTable;
 extern const PathTable kAvx2Table;
 extern const PathTable kAvx512Table;
 extern const PathTable kAmxTable;
+
+// What the paths with dot products of int8 have of their own.
+void linear_int8_avx2_vnni(const LinearCall& call);
+void linear_int8_avx512_vnni(const LinearCall& call);
 
 // 64-byte aligned memory of the calling thread that lives until the thread ends; one use a slot. Aborts when there is none left.
 enum ScratchSlot { kScratchUnits, kScratchCall, kScratchPartials, kScratchThread, kNumScratchSlots };

@@ -11,18 +11,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from batchllm.kernels.attention import AttentionPlan
+from batchllm.kernels.linear import quantise_weight
 from batchllm.kernels.native.library import Library, load
 from batchllm.kernels.native.memory import advise_huge_pages
 
 _DATA_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_INT8 = 2
 _STORE, _ADD, _SILU_MUL, _, _ARGMAX, _STORE_FLOAT = range(6)
 MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLinear:
-    """A weight in tiles of 16 outputs: float32 [tiles, in_size, 16], bf16 [tiles, pairs of inputs, 16, 2]; float32 bias
-    in tiles.
+    """A weight in tiles of 16 outputs: float32 [tiles, in_size, 16], bf16 [tiles, pairs of inputs, 16, 2], or int8
+    [tiles, bytes] with each tile's scales in front (see linear_int8.h); float32 bias in tiles.
 
     `gated`: tiles of gate and up lie in turn.
     """
@@ -171,10 +173,18 @@ def rope_write_kv(
     return query
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
-    """Weight [out_size, in_size] float32 or bfloat16, packed: a copy."""
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, int8: bool = False) -> NativeLinear:
+    """Weight [out_size, in_size] float32 or bfloat16, packed: a copy, with `int8` rounded."""
     out_size, in_size = weight.shape
+    num_tiles = -(-out_size // 16)
+    wide_bias = None if bias is None else torch.nn.functional.pad(bias.float(), (0, num_tiles * 16 - out_size))
+    packed = _int8_tiles(weight) if int8 else _plain_tiles(weight)
+    return NativeLinear(weight=packed, bias=wide_bias, out_size=out_size, in_size=in_size)
+
+
+def _plain_tiles(weight: torch.Tensor) -> torch.Tensor:
     _data_type(weight)
+    out_size, in_size = weight.shape
     num_tiles = -(-out_size // 16)
     padded_in = -(-in_size // 32) * 32 if weight.dtype == torch.bfloat16 else in_size
     padded = torch.nn.functional.pad(weight, (0, padded_in - in_size, 0, num_tiles * 16 - out_size))
@@ -185,16 +195,31 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Nativ
     packed = torch.empty(tiles.shape, dtype=weight.dtype)
     advise_huge_pages(packed)
     packed.copy_(tiles)
-    wide_bias = None if bias is None else torch.nn.functional.pad(bias.float(), (0, num_tiles * 16 - out_size))
-    return NativeLinear(weight=packed, bias=wide_bias, out_size=out_size, in_size=in_size)
+    return packed
 
 
-def pack_linear_gated(weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
+def _int8_tiles(weight: torch.Tensor) -> torch.Tensor:
+    """int8 [tiles, bytes]: a tile's 16 float32 scales, 16 int32 sums of 128 times its weights, its weights by four inputs."""
+    out_size, in_size = weight.shape
+    num_tiles, padded_in = -(-out_size // 16), -(-in_size // 64) * 64
+    rounded, scale = quantise_weight(weight, dtype=torch.int8)
+    padded = torch.nn.functional.pad(rounded, (0, padded_in - in_size, 0, num_tiles * 16 - out_size))
+    packed = torch.empty(num_tiles, 128 + 16 * padded_in, dtype=torch.int8)
+    advise_huge_pages(packed)
+    scales = torch.nn.functional.pad(scale, (0, num_tiles * 16 - out_size))
+    packed[:, :64] = scales.view(num_tiles, 16).view(torch.int8)
+    packed[:, 64:128] = (padded.sum(dim=1, dtype=torch.int32) * 128).view(num_tiles, 16).view(torch.int8)
+    tiles = packed[:, 128:].unflatten(1, (padded_in // 4, 16, 4))
+    tiles.copy_(padded.view(num_tiles, 16, padded_in // 4, 4).permute(0, 2, 1, 3))
+    return packed
+
+
+def pack_linear_gated(weight: torch.Tensor, bias: torch.Tensor | None = None, *, int8: bool = False) -> NativeLinear:
     size = weight.shape[0] // 2
     if size % 16:
-        return pack_linear(weight, bias)
+        return pack_linear(weight, bias, int8=int8)
     order = torch.arange(2 * size).view(2, size // 16, 16).transpose(0, 1).flatten()
-    return replace(pack_linear(weight[order], None if bias is None else bias[order]), gated=True)
+    return replace(pack_linear(weight[order], None if bias is None else bias[order], int8=int8), gated=True)
 
 
 def _run_linear(x: torch.Tensor, packed: NativeLinear, out: torch.Tensor, end: int) -> torch.Tensor:
@@ -216,7 +241,7 @@ def _linear_arguments(x: torch.Tensor, packed: NativeLinear, out: torch.Tensor) 
         packed.in_size,
         packed.out_size,
         x.stride(0),
-        _data_type(x, packed.weight),
+        *((_data_type(x), _INT8) if packed.weight.dtype == torch.int8 else (_data_type(x, packed.weight),) * 2),
     )
 
 

@@ -1,7 +1,8 @@
-// Tile units for bf16; float32 and the small operations as on AVX512.
+// Tile units for bf16 and int8; float32 and the small operations as on AVX512.
 #define BATCHLLM_PATH amx_path
 #include "attention_amx.h"
 #include "linear_amx.h"
+#include "linear_int8_amx.h"
 #include "path_vector.h"
 
 namespace batchllm {
@@ -17,8 +18,10 @@ void linear_by_type(const LinearCall& call) {
   linear(call);
 }
 
+void linear_int8_tiles(const LinearCall& call) { linear_int8_by_type<Int8TileMultiplier>(call); }
+
 }  // namespace amx_path
 
-const PathTable kAmxTable = {amx_path::attention_by_type, amx_path::linear_by_type, amx_path::rms_norm, amx_path::silu_mul,
+const PathTable kAmxTable = {amx_path::attention_by_type, amx_path::linear_by_type, amx_path::linear_int8_tiles, amx_path::rms_norm, amx_path::silu_mul,
                              amx_path::rope_write_kv};
 }  // namespace batchllm

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_vector.h"
+#include "linear_int8_vector.h"
 #include "linear_vector.h"
 
 namespace batchllm {
@@ -16,6 +17,8 @@ inline void linear(const LinearCall& call) {
   if (call.data_type == kBFloat16) return run_linear<VectorMultiplier<bf16>>(call);
   run_linear<VectorMultiplier<float>>(call);
 }
+
+inline void linear_int8(const LinearCall& call) { linear_int8_by_type<Int8VectorMultiplier>(call); }
 
 }  // namespace BATCHLLM_PATH
 }  // namespace batchllm
