@@ -5,11 +5,16 @@
 // and inputs are padded with zeros to a multiple of 32. That is what the tile units multiply with, and the vector units can read it too.
 // The end kSiluMul wants tiles of gate and up in turn.
 //
-// A multiplier works on blocks of 32 rows; it has
+// A multiplier works on blocks of up to 32 rows; it has
 //   using Number
+//   using Block                                             where a block's rows are
 //   static size_t block_bytes(in_size)                      a packed block of rows
 //   static void pack_block(x, x_stride, rows, in_size, to)
-//   void multiply(block, rows, weight, in_size, num_tiles, y)   y [32, 16 * num_tiles] float32
+//   static Block packed_block(packed, in_size)
+//   static bool reads_rows(call)                            whether blocks of 16 or 32 rows need not be packed
+//   static Block rows_block(call, first_row)
+//   void multiply(block, rows, weight, in_size, num_tiles, y, ahead)   y [32, 16 * num_tiles] float32
+// and calls ahead.ask() once for each 32 inputs of two tiles.
 #pragma once
 
 #include <omp.h>
@@ -26,6 +31,17 @@ BATCHLLM_INLINE const char* weight_tile(const LinearCall& call, int64_t tile) {
   const int64_t numbers = sizeof(T) == 2 ? (call.in_size + 31) / 32 * 32 : call.in_size;
   return static_cast<const char*>(call.weight) + tile * numbers * 16 * int64_t(sizeof(T));
 }
+
+// The weights that are multiplied next, asked for a few lines at a time.
+struct WeightsAhead {
+  const char* at = nullptr;
+  const char* stop = nullptr;
+  int lines = 0;
+
+  BATCHLLM_INLINE void ask() {
+    for (int i = 0; i < lines && at < stop; ++i, at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
 
 struct Best {
   float value;
@@ -100,44 +116,59 @@ void run_linear(const LinearCall& call) {
   const int64_t wanted = row_parts >= 4 * threads ? 1 : (4 * threads + row_parts - 1) / row_parts;
   const int64_t part_groups = (groups + wanted - 1) / wanted;
   const int64_t group_parts = (groups + part_groups - 1) / part_groups;
+  const int64_t num_parts = row_parts * group_parts;
   const int64_t work = call.num_rows * call.in_size * call.out_size;
-  // Few rows are packed by each thread for itself: that costs less than to wait for each other.
-  const bool packs_alone = blocks <= 2;
+  auto rows_of = [&](int64_t b) { return int(call.num_rows - b * kBlockRows < kBlockRows ? call.num_rows - b * kBlockRows : kBlockRows); };
+  // A block of odd size is the last one. Few rows are packed by each thread for itself: that costs less than to wait for each other.
+  const bool reads_rows = Multiplier::reads_rows(call);
+  const int64_t first_packed = !reads_rows ? 0 : call.num_rows % 16 == 0 ? blocks : blocks - 1;
+  const bool packs_alone = blocks - first_packed <= 2;
+  int64_t num_taken = 0;  // parts that threads have taken, each one before it needs it
 #pragma omp parallel num_threads(threads) if (work > 1 << 17)
   {
     Multiplier multiplier;
     const size_t y_bytes = sizeof(float) * kBlockRows * 16 * kMaxGroupTiles;
-    char* memory = static_cast<char*>(scratch(kScratchThread, y_bytes + (packs_alone ? block_bytes * blocks : 0)));
+    char* memory = static_cast<char*>(scratch(kScratchThread, y_bytes + (packs_alone ? block_bytes * (blocks - first_packed) : 0)));
     float* y = reinterpret_cast<float*>(memory);
     char* thread_packed = packs_alone ? memory + y_bytes : packed;
     Best* thread_best = best + omp_get_thread_num() * call.num_rows;
     if (call.end == kArgmax)
       for (int64_t i = 0; i < call.num_rows; ++i) thread_best[i] = {-__builtin_inff(), call.out_size};
     auto pack = [&](int64_t b) {
-      const int rows = int(call.num_rows - b * kBlockRows < kBlockRows ? call.num_rows - b * kBlockRows : kBlockRows);
-      Multiplier::pack_block(static_cast<const T*>(call.x) + b * kBlockRows * call.x_stride, call.x_stride, rows, call.in_size,
-                             thread_packed + b * block_bytes);
+      Multiplier::pack_block(static_cast<const T*>(call.x) + b * kBlockRows * call.x_stride, call.x_stride, rows_of(b), call.in_size,
+                             thread_packed + (b - first_packed) * block_bytes);
     };
     if (packs_alone) {
-      for (int64_t b = 0; b < blocks; ++b) pack(b);
+      for (int64_t b = first_packed; b < blocks; ++b) pack(b);
     } else {
 #pragma omp for schedule(static)
-      for (int64_t b = 0; b < blocks; ++b) pack(b);
+      for (int64_t b = first_packed; b < blocks; ++b) pack(b);
     }
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t part = 0; part < row_parts * group_parts; ++part) {
+    auto first_weight = [&](int64_t part) { return weight_tile<T>(call, part % group_parts * part_groups * group_tiles); };
+    int64_t part = __atomic_fetch_add(&num_taken, 1, __ATOMIC_RELAXED);
+    while (part < num_parts) {
+      const int64_t next_part = __atomic_fetch_add(&num_taken, 1, __ATOMIC_RELAXED);
       const int64_t first_block = part / group_parts * stay, first_group = part % group_parts * part_groups;
       const int64_t last_block = first_block + stay < blocks ? first_block + stay : blocks;
       const int64_t last_group = first_group + part_groups < groups ? first_group + part_groups : groups;
       for (int64_t g = first_group; g < last_group; ++g) {
         const int64_t tile = g * group_tiles;
         const int num_tiles = int(tiles - tile < group_tiles ? tiles - tile : group_tiles);
+        WeightsAhead ahead;
+        if (g + 1 < last_group || next_part < num_parts) {
+          ahead.at = g + 1 < last_group ? weight_tile<T>(call, tile + group_tiles) : first_weight(next_part);
+          ahead.stop = ahead.at + (weight_tile<T>(call, group_tiles) - weight_tile<T>(call, 0));
+          ahead.lines = int((32 + last_block - first_block - 1) / (last_block - first_block));
+        }
         for (int64_t b = first_block; b < last_block; ++b) {
-          const int rows = int(call.num_rows - b * kBlockRows < kBlockRows ? call.num_rows - b * kBlockRows : kBlockRows);
-          multiplier.multiply(thread_packed + b * block_bytes, rows, weight_tile<T>(call, tile), call.in_size, num_tiles, y);
+          const int rows = rows_of(b);
+          const typename Multiplier::Block block = b < first_packed ? Multiplier::rows_block(call, b * kBlockRows)
+                                                                    : Multiplier::packed_block(thread_packed + (b - first_packed) * block_bytes, call.in_size);
+          multiplier.multiply(block, rows, weight_tile<T>(call, tile), call.in_size, num_tiles, y, ahead);
           finish_block<T>(call, y, b * kBlockRows, rows, tile, num_tiles, thread_best);
         }
       }
+      part = next_part;
     }
     if (call.end == kArgmax) {
       const int team = omp_get_num_threads();

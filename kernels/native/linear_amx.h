@@ -10,6 +10,12 @@ namespace BATCHLLM_PATH {
 class TileMultiplier {
  public:
   using Number = bf16;
+  // Two halves of 16 rows: bytes between rows, and numbers from one piece of 32 inputs to the next.
+  struct Block {
+    const bf16* upper;
+    const bf16* lower;
+    int64_t stride, step;
+  };
 
   static size_t block_bytes(int64_t in_size) { return sizeof(bf16) * kBlockRows * ((in_size + 31) / 32 * 32); }
 
@@ -30,44 +36,57 @@ class TileMultiplier {
     }
   }
 
-  void multiply(const char* block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y) {
-    const bf16* a = reinterpret_cast<const bf16*>(block);
+  // Rows whose distance is a large power of two would all fall on the same cache sets.
+  static bool reads_rows(const LinearCall& call) { return call.in_size % 32 == 0 && call.x_stride % 512 != 0; }
+
+  static Block rows_block(const LinearCall& call, int64_t first_row) {
+    const bf16* rows = static_cast<const bf16*>(call.x) + first_row * call.x_stride;
+    return {rows, rows + 16 * call.x_stride, call.x_stride * int64_t(sizeof(bf16)), 32};
+  }
+
+  static Block packed_block(const char* packed, int64_t in_size) {
+    const bf16* rows = reinterpret_cast<const bf16*>(packed);
+    return {rows, rows + 512 * ((in_size + 31) / 32), 64, 512};
+  }
+
+  void multiply(const Block& block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y, WeightsAhead& ahead) {
     const bf16* b = reinterpret_cast<const bf16*>(weight);
     const int64_t depth = (in_size + 31) / 32;
     const int stride = 16 * num_tiles;
     amx::barrier();
     int n = 0;
     if (rows > 16) {
-      for (; n + 2 <= num_tiles; n += 2) two_by_two(a, a + 512 * depth, b + 512 * depth * n, depth, y + 16 * n, stride);
+      for (; n + 2 <= num_tiles; n += 2) two_by_two(block, b + 512 * depth * n, depth, y + 16 * n, stride, ahead);
       if (n < num_tiles) {
-        row_of_tiles<1>(a, b + 512 * depth * n, depth, y + 16 * n, stride);
-        row_of_tiles<1>(a + 512 * depth, b + 512 * depth * n, depth, y + 16 * stride + 16 * n, stride);
+        row_of_tiles<1>(block, b + 512 * depth * n, depth, y + 16 * n, stride, ahead);
+        row_of_tiles<1>({block.lower, nullptr, block.stride, block.step}, b + 512 * depth * n, depth, y + 16 * stride + 16 * n, stride, ahead);
       }
       amx::barrier();
       return;
     }
-    for (; n + 4 <= num_tiles; n += 4) row_of_tiles<4>(a, b + 512 * depth * n, depth, y + 16 * n, stride);
-    for (; n + 2 <= num_tiles; n += 2) row_of_tiles<2>(a, b + 512 * depth * n, depth, y + 16 * n, stride);
-    if (n < num_tiles) row_of_tiles<1>(a, b + 512 * depth * n, depth, y + 16 * n, stride);
+    for (; n + 4 <= num_tiles; n += 4) row_of_tiles<4>(block, b + 512 * depth * n, depth, y + 16 * n, stride, ahead);
+    for (; n + 2 <= num_tiles; n += 2) row_of_tiles<2>(block, b + 512 * depth * n, depth, y + 16 * n, stride, ahead);
+    if (n < num_tiles) row_of_tiles<1>(block, b + 512 * depth * n, depth, y + 16 * n, stride, ahead);
     amx::barrier();
   }
 
  private:
-  static void two_by_two(const bf16* upper, const bf16* lower, const bf16* b, int64_t depth, float* y, int stride) {
-    const bf16* right = b + 512 * depth;
+  static void two_by_two(const Block& block, const bf16* b, int64_t depth, float* y, int stride, WeightsAhead& ahead) {
+    const bf16 *upper = block.upper, *lower = block.lower, *right = b + 512 * depth;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t k = 0; k < 512 * depth; k += 512) {
-      _tile_loadd(4, upper + k, 64);
-      _tile_loadd(6, b + k, 64);
+    for (int64_t k = 0; k < depth; ++k, upper += block.step, lower += block.step, b += 512, right += 512) {
+      _tile_loadd(4, upper, block.stride);
+      _tile_loadd(6, b, 64);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, right + k, 64);
+      _tile_loadd(7, right, 64);
       _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, lower + k, 64);
+      _tile_loadd(5, lower, block.stride);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
+      ahead.ask();
     }
     _tile_stored(0, y, stride * 4);
     _tile_stored(1, y + 16, stride * 4);
@@ -76,7 +95,8 @@ class TileMultiplier {
   }
 
   template <int N>
-  static void row_of_tiles(const bf16* a, const bf16* b, int64_t depth, float* y, int stride) {
+  static void row_of_tiles(const Block& block, const bf16* b, int64_t depth, float* y, int stride, WeightsAhead& ahead) {
+    const bf16* a = block.upper;
     const int64_t step = 512 * depth;
     _tile_zero(0);
     if constexpr (N > 1) _tile_zero(1);
@@ -84,19 +104,21 @@ class TileMultiplier {
       _tile_zero(2);
       _tile_zero(3);
     }
-    for (int64_t k = 0; k < step; k += 512) {
-      _tile_loadd(4, a + k, 64);
-      _tile_loadd(5, b + k, 64);
+    for (int64_t k = 0; k < depth; ++k, a += block.step, b += 512) {
+      _tile_loadd(4, a, block.stride);
+      _tile_loadd(5, b, 64);
       _tile_dpbf16ps(0, 4, 5);
       if constexpr (N > 1) {
-        _tile_loadd(6, b + step + k, 64);
+        _tile_loadd(6, b + step, 64);
         _tile_dpbf16ps(1, 4, 6);
+        ahead.ask();
       }
       if constexpr (N > 2) {
-        _tile_loadd(7, b + 2 * step + k, 64);
+        _tile_loadd(7, b + 2 * step, 64);
         _tile_dpbf16ps(2, 4, 7);
-        _tile_loadd(5, b + 3 * step + k, 64);
+        _tile_loadd(5, b + 3 * step, 64);
         _tile_dpbf16ps(3, 4, 5);
+        ahead.ask();
       }
     }
     _tile_stored(0, y, stride * 4);

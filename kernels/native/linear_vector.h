@@ -10,6 +10,7 @@ template <class T>
 class VectorMultiplier {
  public:
   using Number = T;
+  using Block = const char*;
 
   static size_t block_bytes(int64_t in_size) { return sizeof(float) * kBlockRows * padded(in_size); }
 
@@ -24,7 +25,11 @@ class VectorMultiplier {
     }
   }
 
-  void multiply(const char* block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y) {
+  static bool reads_rows(const LinearCall&) { return false; }
+  static Block rows_block(const LinearCall&, int64_t) { return nullptr; }
+  static Block packed_block(const char* packed, int64_t) { return packed; }
+
+  void multiply(Block block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y, WeightsAhead&) {
     const float* x = reinterpret_cast<const float*>(block);
     const T* w = reinterpret_cast<const T*>(weight);
     const int64_t tile_numbers = 16 * (sizeof(T) == 2 ? padded(in_size) : in_size);

@@ -10,6 +10,12 @@ import mmap
 import torch
 
 _SMALLEST_BYTES = 4 * 2**20
+_ARENA_BYTES = 64 * 2**20
+_HUGE_PAGE_BYTES = 2 * 2**20
+_LINE_BYTES = 64
+
+_arena = torch.empty(0, dtype=torch.uint8)
+"""What is left of the last arena."""
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
@@ -27,3 +33,21 @@ def advise_huge_pages(tensor: torch.Tensor) -> bool:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes, madvise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
     return bool(madvise(first, length, _MADV_HUGEPAGE) == 0)
+
+
+def empty_in_arena(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without values, for weights: the small ones lie together, so that huge pages are below them too.
+
+    It starts on a cache line. An arena is freed with the last tensor in it.
+    """
+    global _arena
+    num_bytes = dtype.itemsize
+    for size in shape:
+        num_bytes *= size
+    taken = -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+    if taken > _arena.numel():
+        whole = torch.empty(max(_ARENA_BYTES, taken) + _HUGE_PAGE_BYTES, dtype=torch.uint8)
+        advise_huge_pages(whole)
+        _arena = whole[-whole.data_ptr() % _HUGE_PAGE_BYTES :]
+    piece, _arena = _arena[:num_bytes], _arena[taken:]
+    return piece.view(dtype).view(shape)

@@ -13,7 +13,7 @@ import torch
 from batchllm.kernels.attention import AttentionPlan
 from batchllm.kernels.linear import quantise_weight
 from batchllm.kernels.native.library import Library, load
-from batchllm.kernels.native.memory import advise_huge_pages
+from batchllm.kernels.native.memory import empty_in_arena
 
 _DATA_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _INT8 = 2
@@ -192,8 +192,7 @@ def _plain_tiles(weight: torch.Tensor) -> torch.Tensor:
         tiles = padded.view(num_tiles, 16, padded_in // 2, 2).permute(0, 2, 1, 3)
     else:
         tiles = padded.view(num_tiles, 16, padded_in).permute(0, 2, 1)
-    packed = torch.empty(tiles.shape, dtype=weight.dtype)
-    advise_huge_pages(packed)
+    packed = empty_in_arena(tiles.shape, weight.dtype)
     packed.copy_(tiles)
     return packed
 
@@ -204,8 +203,7 @@ def _int8_tiles(weight: torch.Tensor) -> torch.Tensor:
     num_tiles, padded_in = -(-out_size // 16), -(-in_size // 64) * 64
     rounded, scale = quantise_weight(weight, dtype=torch.int8)
     padded = torch.nn.functional.pad(rounded, (0, padded_in - in_size, 0, num_tiles * 16 - out_size))
-    packed = torch.empty(num_tiles, 128 + 16 * padded_in, dtype=torch.int8)
-    advise_huge_pages(packed)
+    packed = empty_in_arena((num_tiles, 128 + 16 * padded_in), torch.int8)
     scales = torch.nn.functional.pad(scale, (0, num_tiles * 16 - out_size))
     packed[:, :64] = scales.view(num_tiles, 16).view(torch.int8)
     packed[:, 64:128] = (padded.sum(dim=1, dtype=torch.int32) * 128).view(num_tiles, 16).view(torch.int8)
