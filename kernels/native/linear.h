@@ -96,79 +96,137 @@ void finish_block(const LinearCall& call, float* y, int64_t first_row, int rows,
   }
 }
 
+// How a product is shared out. With enough rows each thread has a range of them to itself: what it reads was mostly written by itself, by
+// the same share of the operation before. Fewer rows are one range, and the threads share the weights. A range is cut into parts: rows
+// that stay in the second cache level while weights pass, and weights small enough that a thread that is done can take some of another's.
+struct Shares {
+  static constexpr int kRangeRows = 128;  // fewer rows of its own cost a thread more for all the weights than they save
+  static constexpr int kCounterStride = 8;  // one cache line each
+
+  int64_t num_rows, blocks, row_parts, stay, groups, group_parts, part_groups;
+  int num_ranges;
+  int64_t* taken;  // [num_ranges * kCounterStride]: parts that threads have taken, each one before it needs it
+
+  struct Part {
+    int range = -1;
+    int64_t number = 0;
+  };
+
+  int64_t range_start(int range) const {
+    const int64_t row = (num_rows + 15) / 16 * range / num_ranges * 16;
+    return row < num_rows ? row : num_rows;
+  }
+  int64_t first_row(int range, int64_t block) const { return range_start(range) + block * kBlockRows; }
+  int rows_of(int range, int64_t block) const {
+    const int64_t left = range_start(range + 1) - first_row(range, block);
+    return int(left < kBlockRows ? left : kBlockRows);
+  }
+
+  Part take(int thread) const {
+    for (int i = 0; i < num_ranges; ++i) {
+      const int range = (thread + i) % num_ranges;
+      const int64_t number = __atomic_fetch_add(&taken[range * kCounterStride], 1, __ATOMIC_RELAXED);
+      if (number < row_parts * group_parts) return {range, number};
+    }
+    return {};
+  }
+};
+
+inline Shares share_out(int64_t num_rows, int64_t groups, size_t block_bytes, int threads) {
+  Shares shares = {};
+  shares.num_rows = num_rows, shares.groups = groups;
+  shares.num_ranges = num_rows >= Shares::kRangeRows * threads ? threads : 1;
+  const int64_t halves = (num_rows + 15) / 16;
+  shares.blocks = ((halves + shares.num_ranges - 1) / shares.num_ranges + 1) / 2;
+  shares.stay = int64_t(1 << 20) / int64_t(block_bytes) > 1 ? int64_t(1 << 20) / int64_t(block_bytes) : 1;
+  shares.row_parts = (shares.blocks + shares.stay - 1) / shares.stay;
+  const int64_t wanted = shares.num_ranges > 1 ? 4 : 4 * threads;
+  const int64_t parts = shares.row_parts >= wanted ? 1 : (wanted + shares.row_parts - 1) / shares.row_parts;
+  shares.part_groups = (groups + parts - 1) / parts;
+  shares.group_parts = (groups + shares.part_groups - 1) / shares.part_groups;
+  return shares;
+}
+
 template <class Multiplier>
 void run_linear(const LinearCall& call) {
   using T = typename Multiplier::Number;
   if (call.num_rows == 0) return;
   const int64_t tiles = (call.out_size + 15) / 16;
   const int group_tiles = call.end == kRopeWriteKv ? call.rope.head_dim / 16 : 4;
-  const int64_t groups = (tiles + group_tiles - 1) / group_tiles;
-  const int64_t blocks = (call.num_rows + kBlockRows - 1) / kBlockRows;
   const size_t block_bytes = Multiplier::block_bytes(call.in_size);
   const int threads = num_threads();
-  const size_t best_bytes = call.end == kArgmax ? sizeof(Best) * threads * call.num_rows : 0;
-  char* packed = static_cast<char*>(scratch(kScratchCall, block_bytes * blocks + best_bytes));
-  Best* best = reinterpret_cast<Best*>(packed + block_bytes * blocks);
-
-  // Rows that stay in the second cache level while the weights pass; pieces of the weights small enough to share out evenly.
-  const int64_t stay = int64_t(1 << 20) / int64_t(block_bytes) > 1 ? int64_t(1 << 20) / int64_t(block_bytes) : 1;
-  const int64_t row_parts = (blocks + stay - 1) / stay;
-  const int64_t wanted = row_parts >= 4 * threads ? 1 : (4 * threads + row_parts - 1) / row_parts;
-  const int64_t part_groups = (groups + wanted - 1) / wanted;
-  const int64_t group_parts = (groups + part_groups - 1) / part_groups;
-  const int64_t num_parts = row_parts * group_parts;
-  const int64_t work = call.num_rows * call.in_size * call.out_size;
-  auto rows_of = [&](int64_t b) { return int(call.num_rows - b * kBlockRows < kBlockRows ? call.num_rows - b * kBlockRows : kBlockRows); };
-  // A block of odd size is the last one. Few rows are packed by each thread for itself: that costs less than to wait for each other.
+  Shares shares = share_out(call.num_rows, (tiles + group_tiles - 1) / group_tiles, block_bytes, threads);
+  // Only the last block can be one that has to be packed because it is of an odd size.
   const bool reads_rows = Multiplier::reads_rows(call);
-  const int64_t first_packed = !reads_rows ? 0 : call.num_rows % 16 == 0 ? blocks : blocks - 1;
-  const bool packs_alone = blocks - first_packed <= 2;
-  int64_t num_taken = 0;  // parts that threads have taken, each one before it needs it
+  const int64_t num_packed = !reads_rows ? shares.num_ranges * shares.blocks : call.num_rows % 16 != 0;
+  const size_t best_bytes = call.end == kArgmax ? sizeof(Best) * threads * call.num_rows : 0;
+  const size_t taken_bytes = sizeof(int64_t) * shares.num_ranges * Shares::kCounterStride;
+  char* memory = static_cast<char*>(scratch(kScratchCall, block_bytes * num_packed + taken_bytes + best_bytes));
+  char* packed = memory;
+  shares.taken = reinterpret_cast<int64_t*>(memory + block_bytes * num_packed);
+  std::memset(shares.taken, 0, taken_bytes);
+  Best* best = reinterpret_cast<Best*>(memory + block_bytes * num_packed + taken_bytes);
+
+  const int64_t work = call.num_rows * call.in_size * call.out_size;
+  // Few rows are packed by each thread for itself: that costs less than to wait for each other.
+  const bool packs_alone = num_packed <= 2;
 #pragma omp parallel num_threads(threads) if (work > 1 << 17)
   {
     Multiplier multiplier;
     const size_t y_bytes = sizeof(float) * kBlockRows * 16 * kMaxGroupTiles;
-    char* memory = static_cast<char*>(scratch(kScratchThread, y_bytes + (packs_alone ? block_bytes * (blocks - first_packed) : 0)));
-    float* y = reinterpret_cast<float*>(memory);
-    char* thread_packed = packs_alone ? memory + y_bytes : packed;
+    char* thread_memory = static_cast<char*>(scratch(kScratchThread, y_bytes + (packs_alone ? block_bytes * num_packed : 0)));
+    float* y = reinterpret_cast<float*>(thread_memory);
+    char* thread_packed = packs_alone ? thread_memory + y_bytes : packed;
     Best* thread_best = best + omp_get_thread_num() * call.num_rows;
     if (call.end == kArgmax)
       for (int64_t i = 0; i < call.num_rows; ++i) thread_best[i] = {-__builtin_inff(), call.out_size};
-    auto pack = [&](int64_t b) {
-      Multiplier::pack_block(static_cast<const T*>(call.x) + b * kBlockRows * call.x_stride, call.x_stride, rows_of(b), call.in_size,
-                             thread_packed + (b - first_packed) * block_bytes);
+    // Packed block `i`: all blocks range by range, or the last one alone.
+    auto pack = [&](int64_t i) {
+      const int range = reads_rows ? shares.num_ranges - 1 : int(i / shares.blocks);
+      const int64_t block = reads_rows ? shares.blocks - 1 : i % shares.blocks;
+      const int rows = shares.rows_of(range, block);
+      if (rows > 0)
+        Multiplier::pack_block(static_cast<const T*>(call.x) + shares.first_row(range, block) * call.x_stride, call.x_stride, rows,
+                               call.in_size, thread_packed + i * block_bytes);
     };
     if (packs_alone) {
-      for (int64_t b = first_packed; b < blocks; ++b) pack(b);
+      for (int64_t i = 0; i < num_packed; ++i) pack(i);
     } else {
 #pragma omp for schedule(static)
-      for (int64_t b = first_packed; b < blocks; ++b) pack(b);
+      for (int64_t i = 0; i < num_packed; ++i) pack(i);
     }
-    auto first_weight = [&](int64_t part) { return weight_tile<T>(call, part % group_parts * part_groups * group_tiles); };
-    int64_t part = __atomic_fetch_add(&num_taken, 1, __ATOMIC_RELAXED);
-    while (part < num_parts) {
-      const int64_t next_part = __atomic_fetch_add(&num_taken, 1, __ATOMIC_RELAXED);
-      const int64_t first_block = part / group_parts * stay, first_group = part % group_parts * part_groups;
-      const int64_t last_block = first_block + stay < blocks ? first_block + stay : blocks;
-      const int64_t last_group = first_group + part_groups < groups ? first_group + part_groups : groups;
+    const int thread = omp_get_thread_num();
+    Shares::Part part = shares.take(thread);
+    while (part.range >= 0) {
+      const Shares::Part next = shares.take(thread);
+      const int64_t first_block = part.number / shares.group_parts * shares.stay;
+      const int64_t last_block = first_block + shares.stay < shares.blocks ? first_block + shares.stay : shares.blocks;
+      const int64_t first_group = part.number % shares.group_parts * shares.part_groups;
+      const int64_t last_group = first_group + shares.part_groups < shares.groups ? first_group + shares.part_groups : shares.groups;
       for (int64_t g = first_group; g < last_group; ++g) {
         const int64_t tile = g * group_tiles;
         const int num_tiles = int(tiles - tile < group_tiles ? tiles - tile : group_tiles);
         WeightsAhead ahead;
-        if (g + 1 < last_group || next_part < num_parts) {
-          ahead.at = g + 1 < last_group ? weight_tile<T>(call, tile + group_tiles) : first_weight(next_part);
-          ahead.stop = ahead.at + (weight_tile<T>(call, group_tiles) - weight_tile<T>(call, 0));
+        if (g + 1 < last_group || next.range >= 0) {
+          const int64_t next_tile = g + 1 < last_group ? tile + group_tiles : next.number % shares.group_parts * shares.part_groups * group_tiles;
+          ahead.at = weight_tile<T>(call, next_tile);
+          ahead.stop = weight_tile<T>(call, next_tile + group_tiles < tiles ? next_tile + group_tiles : tiles);
           ahead.lines = int((32 + last_block - first_block - 1) / (last_block - first_block));
         }
         for (int64_t b = first_block; b < last_block; ++b) {
-          const int rows = rows_of(b);
-          const typename Multiplier::Block block = b < first_packed ? Multiplier::rows_block(call, b * kBlockRows)
-                                                                    : Multiplier::packed_block(thread_packed + (b - first_packed) * block_bytes, call.in_size);
+          const int rows = shares.rows_of(part.range, b);
+          if (rows <= 0) break;
+          const int64_t first_row = shares.first_row(part.range, b);
+          const bool is_packed = !reads_rows || rows % 16 != 0;
+          const typename Multiplier::Block block =
+              is_packed ? Multiplier::packed_block(thread_packed + (reads_rows ? 0 : part.range * shares.blocks + b) * block_bytes, call.in_size)
+                        : Multiplier::rows_block(call, first_row);
+          if (call.end == kRopeWriteKv) ask_for_heads<T>(call.rope, first_row, rows, int(g));
           multiplier.multiply(block, rows, weight_tile<T>(call, tile), call.in_size, num_tiles, y, ahead);
-          finish_block<T>(call, y, b * kBlockRows, rows, tile, num_tiles, thread_best);
+          finish_block<T>(call, y, first_row, rows, tile, num_tiles, thread_best);
         }
       }
-      part = next_part;
+      part = next;
     }
     if (call.end == kArgmax) {
       const int team = omp_get_num_threads();
