@@ -39,6 +39,7 @@ RUN_COLUMNS = {
     "kernels": "VARCHAR",
     "model": "VARCHAR",
     "tiers": "JSON",
+    "roofline": "JSON",
     "too_many_errors": "VARCHAR",
 }
 """Columns of `runs`: the keys of summary.json. A run that failed early, or still runs, has NULL where it has no figure."""

@@ -166,6 +166,8 @@ class Engine:
         self.decoder = decoder
         self.config = config
         self.metrics = RunMetrics(num_blocks=config.num_blocks)
+        self.generated_tokens = np.zeros(plan.num_prompts, dtype=np.int32)
+        """By plan position: tokens of the samples answered so far, 0 for those that carry an error."""
         self._store = store
         self._plan = plan
         self._started_at = started_at
@@ -424,6 +426,7 @@ class Engine:
         completion.finish_reason = finish.finish_reason
         completion.stop_reason = finish.stop_reason
         completion.token_ids = token_ids
+        self.generated_tokens[table.position[slot]] = len(token_ids)
         completion.logprobs = record.logprobs
         completion.ttft_s = record.first_token_at - record.scheduled_at
         if len(token_ids) > 1:
