@@ -271,7 +271,9 @@ class _Run:
             self._metrics = self._metrics.plus(engine.metrics)
             self._max_step_tokens = engine.config.max_step_tokens
             self._work = self._work.plus(
-                plan_work(plan, generated_tokens=engine.generated_tokens, max_sequences=engine.config.max_sequences)
+                plan_work(
+                    plan, generated_tokens=engine.records.generated_tokens, max_sequences=engine.config.max_sequences
+                )
             )
             engine.close()
             if engine.mover is not None:

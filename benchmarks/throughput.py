@@ -70,7 +70,7 @@ def run_batch(
     store.close()
     assert len(answers) == len(prompts) and not any(answer.error for answer in answers)
     metrics = engine.metrics
-    work = plan_work(plan, generated_tokens=engine.generated_tokens, max_sequences=config.max_sequences)
+    work = plan_work(plan, generated_tokens=engine.records.generated_tokens, max_sequences=config.max_sequences)
     reached = run_roofline(work, decoder=decoder, metrics=metrics, max_step_tokens=config.max_step_tokens)
     return {
         "prompts": len(prompts),

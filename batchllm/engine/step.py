@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchllm.engine.scheduler import ScheduledStep, Scheduler
+from batchllm.engine.scheduled import ScheduledStep
+from batchllm.engine.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def build_step(step: ScheduledStep, scheduler: Scheduler, *, chunk: int) -> Step
     positions = np.arange(first_rows[-1]) - np.repeat(first_rows[:-1] - starts, counts)
     blocks = table.block_table[row_slots, positions // block_size].astype(np.int64)
     kv_slots = blocks * block_size + positions % block_size
-    kv_slots[positions < scheduler.shared_rows_end[row_slots]] = -1
+    kv_slots[positions < scheduler.holdings.shared_rows_end[row_slots]] = -1
     wanted = stops == table.num_tokens[slots]
     return StepBatch(
         token_ids=table.tokens[row_slots, positions].astype(np.int64),
