@@ -309,6 +309,7 @@ class _Run:
             max_sequences=settings.max_sequences,
             kv_bytes=settings.kv.device,
             evict_least_recent=settings.kv.policy == "lru",
+            speculation=settings.speculation,
         )
         return Engine(
             decoder=decoder,
@@ -396,6 +397,8 @@ class _Run:
             model=model,
             too_many_errors=self._errors.reason if self._errors is not None else None,
             tiers=self._tiers,
+            drafted_tokens=metrics.drafted_tokens,
+            accepted_tokens=metrics.accepted_tokens,
             roofline=run_roofline(
                 self._work, decoder=self._decoder, metrics=metrics, max_step_tokens=self._max_step_tokens
             )

@@ -17,7 +17,7 @@ class RunSummary:
 
     `num_rows` of the input (or of `--limit`), `rows_before` answered by earlier runs, `rows_completed` and `rows_failed` of all that are
     answered now; a row of which one sample fails has failed. `too_many_errors` says why a run gave up. `unique_prompt_tokens`: the fewest
-    that had to be computed; `computed_prompt_tokens`: those that were. `roofline`: the share of what the machine can do; None where the
+    that had to be computed; `computed_prompt_tokens`: those that were. `accepted_tokens` of `drafted_tokens` guessed ones were right. `roofline`: the share of what the machine can do; None where the
     steps took too little time to tell, or the run has not come to its end.
     """
 
@@ -48,6 +48,8 @@ class RunSummary:
     model: str
     tiers: TierReport | None
     roofline: Roofline | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     too_many_errors: str | None = None
 
     @property

@@ -31,6 +31,10 @@ def summary_text(summary: RunSummary) -> str:
             f"  machine     {summary.model} in {summary.dtype} on {summary.device}, {summary.kernels} kernels, "
             f"{summary.num_steps} steps",
         ]
+    if summary.drafted_tokens:
+        lines.append(
+            f"  drafts      {summary.drafted_tokens:,} tokens, of which {summary.accepted_tokens:,} were right"
+        )
     if summary.roofline is not None:
         lines.append(f"  reached     {roofline_text(asdict(summary.roofline))}")
     if summary.tiers is not None:

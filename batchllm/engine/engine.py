@@ -18,15 +18,15 @@ from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.pool import KvShape, make_pool
 from batchllm.engine.protocols import Decoder, Store, Vocabulary
 from batchllm.engine.records import Records
-from batchllm.engine.sampling import Sampler
+from batchllm.engine.sampling import LogprobEntry, Sampled, Sampler
 from batchllm.engine.scheduled import ScheduledStep
-from batchllm.engine.scheduler import Scheduler
+from batchllm.engine.scheduler import Scheduler, Speculation
 from batchllm.engine.step import StepBatch, build_step
 from batchllm.engine.stopping import Stopping
 from batchllm.engine.transfer import HostMover, TierSetup
 from batchllm.kernels.attention import CHUNK, AttentionPlan
 from batchllm.plan.plan import Plan
-from batchllm.prompt import Completion
+from batchllm.prompt import Completion, SamplingParams
 from batchllm.storage.cost import Rate
 
 _TRANSFER_WAIT_S = 1.0
@@ -44,13 +44,16 @@ def kv_shape(decoder: Decoder) -> KvShape:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes of one engine. `num_blocks` of `block_size` tokens in the device pool. `evict_least_recent`: see `SchedulerConfig`."""
+    """Sizes of one engine. `num_blocks` of `block_size` tokens in the device pool. `evict_least_recent`: see
+    `SchedulerConfig`; `speculation`: see `Scheduler`.
+    """
 
     block_size: int
     num_blocks: int
     max_step_tokens: int
     max_sequences: int
     evict_least_recent: bool = False
+    speculation: Speculation = "off"
 
 
 @dataclass(slots=True)
@@ -59,6 +62,7 @@ class _Tally:
 
     started_at: float
     model_s: float = 0.0
+    num_accepted: int = 0
     completions: list[Completion] = field(default_factory=list)
 
 
@@ -121,6 +125,7 @@ class Engine:
             tiers=None
             if tiers is None or self.mover is None
             else KvTiers(mover=self.mover, root=tiers.root, persist=tiers.persist),
+            speculation=config.speculation,
         )
 
     def run(
@@ -158,7 +163,7 @@ class Engine:
         hidden = self._forward(step, batch)
         model_at = time.monotonic()
         if batch.sample_slots.size:
-            tally.completions = self._sample(hidden, batch.sample_slots)
+            tally.completions = self._sample(hidden, batch, tally)
         finished_at = time.monotonic()
         tally.model_s = model_at - scheduled_at
         self.metrics.schedule_s += scheduled_at - tally.started_at
@@ -186,6 +191,8 @@ class Engine:
                 ending_ids=self._stopping.ending_ids(record.params),
             )
             self._stopping.add(slot, record.params, output_ids=output.tolist())
+            if self.scheduler.drafter is not None:
+                self.scheduler.drafter.add(slot, can_draft=_samples_by_position(record.params))
             if record.params.grammar is not None:
                 self._grammars.add(slot, record.params.grammar, output_ids=output.tolist())
 
@@ -242,33 +249,78 @@ class Engine:
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.decoder.device)
 
-    def _sample(self, hidden: torch.Tensor, slots: np.ndarray) -> list[Completion]:
-        """Samples a token for each of `slots`, appends it, and answers the sequences that end with it."""
-        table = self.scheduler.table
-        self._note_reuse(slots)
-        positions = (table.num_tokens[slots] - table.prompt_length[slots]).astype(np.int64)
-        token_ids = np.zeros(slots.size, dtype=np.int64)
-        bad_rows: dict[int, str] = {}
+    def _sample(self, hidden: torch.Tensor, batch: StepBatch, tally: _Tally) -> list[Completion]:
+        """Samples each of the batch's rows, appends what counts, and answers the sequences that end with it.
+
+        A drafted row counts if the row before it gave just the token that was drafted. So the rows of a sequence are taken in turn, the
+        first ones of all sequences at once: without drafts in one go.
+        """
+        slots, table = batch.sample_slots, self.scheduler.table
+        first = np.flatnonzero(np.append(True, slots[1:] != slots[:-1]))
+        end = np.append(first[1:], slots.size)
+        self._note_reuse(slots[first])
+        positions = batch.plan.positions[batch.sample_rows].astype(np.int64) + 1 - table.prompt_length[slots]
+        sampled = self._choose(hidden, slots, positions)
+        drafted = batch.token_ids[batch.sample_rows]
+        now = time.monotonic()
+        completions: list[Completion] = []
+        done: list[int] = []
+        rows, taken = first, np.arange(first.size)
+        num_accepted = np.zeros(first.size, dtype=np.int64)
+        while rows.size:
+            ended, ending = self._take(rows, slots[rows], positions[rows], sampled, now)
+            completions += ending
+            done += slots[rows[ended]].tolist()
+            goes_on = ~ended & (rows + 1 < end[taken])
+            rows, taken = rows[goes_on], taken[goes_on]
+            is_right = sampled.token_ids[rows] == drafted[rows + 1]
+            rows, taken = rows[is_right] + 1, taken[is_right]
+            num_accepted[taken] += 1
+        with_drafts = np.flatnonzero(end - first > 1)
+        if with_drafts.size and self.scheduler.drafter is not None:
+            num_drafted = (end - first - 1)[with_drafts]
+            self.scheduler.drop_drafts(slots[first[with_drafts]])
+            self.scheduler.drafter.note(
+                slots[first[with_drafts]], num_drafted=num_drafted, num_accepted=num_accepted[with_drafts]
+            )
+            tally.num_accepted = int(num_accepted.sum())
+        for slot in done:
+            self._remove_row(slot)
+        self.scheduler.finish(np.array(done, dtype=np.int64))
+        return completions
+
+    def _choose(self, hidden: torch.Tensor, slots: np.ndarray, positions: np.ndarray) -> Sampled:
+        """A token for each row, as if it stood alone; `positions`: tokens that its sequence has generated before it."""
         # The fused argmax would hide a NaN; the sampler names the row it is in.
         if self._sampler.all_greedy(slots, positions) and bool(hidden.isfinite().all()):
-            token_ids[:] = self.decoder.argmax(hidden).cpu().numpy()
-        else:
-            for start in range(0, slots.size, _MAX_LOGIT_ROWS):
-                part = slice(start, start + _MAX_LOGIT_ROWS)
-                allowed = self._grammars.allowed(slots[part])
-                sampled = self._sampler.sample(self.decoder.logits(hidden[part]), slots[part], positions[part], allowed)
-                token_ids[part] = sampled.token_ids
-                for row, reason in sampled.bad_rows.items():
-                    bad_rows[start + row] = self._grammars.failure(int(slots[start + row])) or reason
-                for row, entry in sampled.logprobs.items():
-                    logprobs = self.records[int(table.position[slots[start + row]])].logprobs
-                    assert logprobs is not None
-                    logprobs.append(entry)
-        now = time.monotonic()
+            return Sampled(self.decoder.argmax(hidden).cpu().numpy())
+        token_ids = np.zeros(slots.size, dtype=np.int64)
+        bad_rows: dict[int, str] = {}
+        logprobs: dict[int, LogprobEntry] = {}
+        for start in range(0, slots.size, _MAX_LOGIT_ROWS):
+            part = slice(start, start + _MAX_LOGIT_ROWS)
+            allowed = self._grammars.allowed(slots[part])
+            sampled = self._sampler.sample(self.decoder.logits(hidden[part]), slots[part], positions[part], allowed)
+            token_ids[part] = sampled.token_ids
+            for row, reason in sampled.bad_rows.items():
+                bad_rows[start + row] = self._grammars.failure(int(slots[start + row])) or reason
+            logprobs |= {start + row: entry for row, entry in sampled.logprobs.items()}
+        return Sampled(token_ids, bad_rows, logprobs)
+
+    def _take(
+        self, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray, sampled: Sampled, now: float
+    ) -> tuple[np.ndarray, list[Completion]]:
+        """Appends what was sampled for one row of each of `slots`; bool `[num_rows]`, which end with it, and their completions."""
+        table, token_ids = self.scheduler.table, sampled.token_ids[rows]
         for slot in slots[positions == 0]:
             self.records[int(table.position[slot])].first_token_at = now
+        for row in sampled.logprobs.keys() & set(rows.tolist()) if sampled.logprobs else ():
+            logprobs = self.records[int(table.position[slots[int(np.searchsorted(rows, row))]])].logprobs
+            assert logprobs is not None
+            logprobs.append(sampled.logprobs[row])
         good = np.ones(slots.size, dtype=bool)
-        good[list(bad_rows)] = False
+        if sampled.bad_rows:
+            good = ~np.isin(rows, list(sampled.bad_rows))
         self.metrics.generated_tokens += int(good.sum())
         self.scheduler.append(slots[good], token_ids[good])
         self._sampler.append(slots[good], token_ids[good])
@@ -277,15 +329,13 @@ class Engine:
         complete[good] = self._grammars.accept(slots[good], token_ids[good])
         ended |= complete | (table.num_tokens[slots] >= table.max_tokens[slots])
         self._grammars.prepare(slots[~ended])
-        done = slots[ended]
         completions = [
-            self._complete(int(slots[row]), now, error=bad_rows.get(int(row)), is_whole=bool(complete[row]))
-            for row in np.flatnonzero(ended)
+            self._complete(
+                int(slots[place]), now, error=sampled.bad_rows.get(int(rows[place])), is_whole=bool(complete[place])
+            )
+            for place in np.flatnonzero(ended)
         ]
-        for slot in done:
-            self._remove_row(int(slot))
-        self.scheduler.finish(done)
-        return completions
+        return ended, completions
 
     def _complete(self, slot: int, now: float, *, error: str | None, is_whole: bool) -> Completion:
         table = self.scheduler.table
@@ -306,11 +356,22 @@ class Engine:
 
     def _log(self, step: ScheduledStep, batch: StepBatch, tally: _Tally, finished_at: float) -> None:
         scheduler, metrics = self.scheduler, self.metrics
-        prefill_rows = batch.token_ids.size - step.num_decode
+        num_drafted = step.num_drafted
+        prefill_rows = batch.token_ids.size - step.num_decode - num_drafted
+        seconds = finished_at - tally.started_at
+        if scheduler.drafter is not None and step.num_decode and prefill_rows == 0:
+            scheduler.drafter.costs.observe(
+                num_sequences=step.num_decode,
+                num_rows=step.num_decode + num_drafted,
+                num_tokens=step.num_decode + tally.num_accepted,
+                seconds=seconds,
+            )
         if self.mover is not None and prefill_rows > step.num_decode:
             self.mover.costs.observe(Rate.PREFILL, amount=prefill_rows, seconds=tally.model_s)
         metrics.num_steps += 1
         metrics.computed_prompt_tokens += prefill_rows
+        metrics.drafted_tokens += num_drafted
+        metrics.accepted_tokens += tally.num_accepted
         metrics.num_allocated_slots = scheduler.holdings.num_allocated * self.config.block_size
         metrics.num_unfilled_slots = scheduler.holdings.num_unfilled_slots
         metrics.peak_used_blocks = max(metrics.peak_used_blocks, scheduler.pool.num_used)
@@ -318,13 +379,21 @@ class Engine:
         metrics.step_log.append(
             {
                 "start_s": tally.started_at - self._started_at,
-                "seconds": finished_at - tally.started_at,
+                "seconds": seconds,
                 "model_seconds": tally.model_s,
-                "num_decode_rows": step.num_decode,
+                "num_decode_rows": step.num_decode + tally.num_accepted,
                 "num_prefill_rows": prefill_rows,
                 "num_running": scheduler.table.num_running,
                 "num_waiting": scheduler.num_waiting,
                 "num_used_blocks": scheduler.pool.num_used,
                 "num_preempted": len(step.preempted),
+                "num_drafted": num_drafted,
+                "num_accepted": tally.num_accepted,
             }
         )
+
+
+def _samples_by_position(params: SamplingParams) -> bool:
+    """Whether what a position samples depends on the tokens before it through the model alone: penalties and grammars keep books."""
+    has_penalty = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    return not has_penalty and params.grammar is None

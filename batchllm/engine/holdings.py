@@ -153,6 +153,29 @@ class Holdings:
             step=self.step,
         )
 
+    def hold_drafts(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Blocks for `counts` more rows behind the next of each decoding sequence, from those that are free: as many rows as have room."""
+        table, size = self.table, self._block_size
+        held = table.num_blocks[slots].astype(np.int64)
+        needed = np.maximum(-(-(table.num_computed[slots] + 1 + counts) // size) - held, 0)
+        has_room = np.cumsum(needed) <= self.pool.num_free
+        counts = np.where(has_room, counts, np.minimum(counts, held * size - table.num_computed[slots] - 1))
+        for slot, count in zip(slots[has_room].tolist(), needed[has_room].tolist(), strict=True):
+            if count:
+                table.append_blocks(slot, self.allocate(count))
+        return counts
+
+    def drop_drafts(self, slots: np.ndarray) -> None:
+        """The drafted rows of `slots` were run and sampled: what was not appended is not there, and its blocks go back."""
+        table = self.table
+        table.num_computed[slots] = np.minimum(table.num_computed[slots], table.num_tokens[slots] - 1)
+        for slot in slots.tolist():
+            keep = num_blocks_for(int(table.num_computed[slot]), self._block_size)
+            surplus = table.blocks(slot)[keep:]
+            self.num_allocated -= surplus.size
+            self.pool.release(surplus)
+            table.num_blocks[slot] = keep
+
     def find_in_tiers(self, sequence: WaitingSequence, path: list[int], hit: PrefixHit) -> Restorable | None:
         """What the tiers add to a hit; None where they have nothing better than what the pool has."""
         if self.offload is None:

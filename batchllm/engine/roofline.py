@@ -48,12 +48,13 @@ def run_roofline(work: PlanWork, *, decoder: Decoder, metrics: RunMetrics, max_s
 
 def run_facts(metrics: RunMetrics, *, max_step_tokens: int) -> RunFacts:
     """The facts of a run that has ended."""
-    decode_rows = np.asarray(metrics.step_log.columns["num_decode_rows"])
+    columns = metrics.step_log.columns
+    turns = np.asarray(columns["num_decode_rows"]) - np.asarray(columns["num_accepted"])
     return RunFacts(
         max_step_tokens=max_step_tokens,
         prefill_rows=metrics.computed_prompt_tokens,
-        decode_steps=int((decode_rows > 0).sum()),
-        decode_turns=int(decode_rows.sum()),
+        decode_steps=int((turns > 0).sum()),
+        decode_turns=int(turns.sum()),
         steps_s=metrics.schedule_s + metrics.model_s + metrics.sample_s,
     )
 

@@ -9,13 +9,17 @@ then the running sequence that comes last in the plan is preempted: its blocks g
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 
 from batchllm.engine.admission import Admission
+from batchllm.engine.drafts import Drafter
 from batchllm.engine.holdings import Holdings, KvTiers, SchedulerConfig, WaitingSequence
 from batchllm.engine.scheduled import ScheduledStep
 from batchllm.plan.plan import Plan
+
+Speculation = int | Literal["auto", "off"]
 
 
 class Scheduler:
@@ -30,10 +34,12 @@ class Scheduler:
         load: Callable[[int], WaitingSequence | None],
         on_preempt: Callable[[int], None] = lambda slot: None,
         tiers: KvTiers | None = None,
+        speculation: Speculation = "off",
     ) -> None:
         """`load(position)` reads the sequence at a plan position; None for one that cannot run and was answered already.
 
         `on_preempt(slot)` is told before a running sequence leaves its slot. `tiers` take what leaves the pool too early.
+        `speculation`: drafts that ride with decoding sequences: `off`, as many as pay (`auto`), or so many for each of them in every step.
         """
         self.config = config
         self.holdings = Holdings(config=config, plan=plan, num_blocks=num_blocks, tiers=tiers)
@@ -44,6 +50,9 @@ class Scheduler:
             holdings=self.holdings, block_size=config.block_size, num_positions=plan.num_prompts, load=load
         )
         self._on_preempt = on_preempt
+        self.drafter = (
+            None if speculation == "off" else Drafter(self.table, always=None if speculation == "auto" else speculation)
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -74,14 +83,30 @@ class Scheduler:
         if not step.preempted:
             self._admission.admit(step, chunks, budget)
         self.residency.prefetch(self._admission.next_position)
-        table.num_computed[decoding] += 1
+        num_drafted = self._draft(decoding, num_prefill=sum(count for _, count in chunks))
+        table.num_computed[decoding] += 1 + num_drafted
         chunks.sort(key=lambda chunk: int(table.rank[chunk[0]]))
         step.num_decode = decoding.size
         step.slots = np.concatenate([decoding, np.array([slot for slot, _ in chunks], dtype=np.int64)])
-        step.num_rows = np.concatenate(
-            [np.ones(decoding.size, dtype=np.int64), np.array([count for _, count in chunks], dtype=np.int64)]
-        )
+        step.num_rows = np.concatenate([1 + num_drafted, np.array([count for _, count in chunks], dtype=np.int64)])
         return step
+
+    def _draft(self, decoding: np.ndarray, *, num_prefill: int) -> np.ndarray:
+        """How many drafted tokens ride with each decoding sequence, int64; they are written behind its tokens, and have blocks."""
+        table = self.table
+        drafts = None
+        if self.drafter is not None and decoding.size:
+            drafts = self.drafter.propose(
+                decoding,
+                # The step gives one token more than are drafted.
+                limits=table.max_tokens[decoding] - table.num_tokens[decoding] - 1,
+                num_rows=self.config.max_step_tokens - decoding.size - num_prefill,
+                num_prefill=num_prefill,
+            )
+        if drafts is None:
+            return np.zeros(decoding.size, dtype=np.int64)
+        table.write_drafts(decoding, drafts.counts, drafts.token_ids)
+        return self.holdings.hold_drafts(decoding, drafts.counts)
 
     def wait(self, timeout_s: float) -> None:
         """Nothing can run before a transfer ends: waits for one, up to `timeout_s`."""
@@ -93,8 +118,12 @@ class Scheduler:
         offload = self.holdings.offload
         return 0 if offload is None else offload.num_restoring + offload.num_pinned
 
+    def drop_drafts(self, slots: np.ndarray) -> None:
+        """What the last step drafted for `slots`, and was not appended, is forgotten. Before `finish`."""
+        self.holdings.drop_drafts(slots)
+
     def append(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
-        """The tokens sampled by the last step for `slots`."""
+        """The next token of each of the distinct `slots`, sampled by the last step."""
         self.table.append_tokens(slots, token_ids)
 
     def finish(self, slots: np.ndarray) -> None:
