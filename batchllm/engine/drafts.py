@@ -60,7 +60,7 @@ class Drafter:
 
     def __init__(self, table: SequenceTable, *, always: int | None) -> None:
         """`always`: so many tokens a row in every step, whatever it costs; None: as many as pay."""
-        self.costs = StepCosts()
+        self._costs = StepCosts()
         self._table = table
         self._always = always
         self._can_draft = np.zeros(table.max_sequences, dtype=bool)
@@ -80,7 +80,7 @@ class Drafter:
         most = _MOST_DRAFTED if self._always is None else self._always
         limits = np.where(self._can_draft[slots], np.minimum(limits, most), 0)
         if self._always is None:
-            if num_prefill or not self.costs.may_draft:
+            if num_prefill or not self._costs.may_draft:
                 return None
             rate = self._hits[slots] / self._tries[slots]
             is_bad = rate < _FEWEST_ACCEPTED
@@ -108,6 +108,11 @@ class Drafter:
         self._hits[slots] = self._hits[slots] * _FORGET + num_accepted
         self._tries[slots] = self._tries[slots] * _FORGET + num_accepted + (num_accepted < num_drafted)
 
+    def note_step(self, *, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """What a step that only decodes took: see `StepCosts.observe`."""
+        if self._always is None:
+            self._costs.observe(num_sequences=num_sequences, num_rows=num_rows, num_tokens=num_tokens, seconds=seconds)
+
     def _worth(self, limits: np.ndarray, rate: np.ndarray, num_rows: int) -> np.ndarray:
         """How much of drafts of `limits` tokens to run: those likeliest to count, as many as give most tokens a second."""
         num_sequences = limits.size
@@ -118,8 +123,8 @@ class Drafter:
         if not best_first.size:
             return np.zeros_like(limits)
         tokens = num_sequences + np.cumsum(likely[owners, depths][best_first])
-        speed = tokens / self.costs.seconds(num_sequences + np.arange(1, best_first.size + 1))
+        speed = tokens / self._costs.seconds(num_sequences + np.arange(1, best_first.size + 1))
         best = int(speed.argmax())
-        if speed[best] < _WORTH * num_sequences / self.costs.seconds(np.array([num_sequences]))[0]:
+        if speed[best] < _WORTH * num_sequences / self._costs.seconds(np.array([num_sequences]))[0]:
             return np.zeros_like(limits)
         return np.bincount(owners[best_first[: best + 1]], minlength=num_sequences).astype(np.int64)

@@ -360,7 +360,7 @@ class Engine:
         prefill_rows = batch.token_ids.size - step.num_decode - num_drafted
         seconds = finished_at - tally.started_at
         if scheduler.drafter is not None and step.num_decode and prefill_rows == 0:
-            scheduler.drafter.costs.observe(
+            scheduler.drafter.note_step(
                 num_sequences=step.num_decode,
                 num_rows=step.num_decode + num_drafted,
                 num_tokens=step.num_decode + tally.num_accepted,
