@@ -29,6 +29,10 @@ def report_text(report: Report) -> str:
         f"  time        {duration(figures['wall_s'])}, {duration(figures['steps_s'])} in {number(figures['num_steps'])} steps",
         f"  KV memory   peak {share(figures['kv_peak_share'])}, {number(figures['preemptions'])} preemptions",
     ]
+    if figures["drafted_tokens"]:
+        lines.append(
+            f"  drafts      {number(figures['drafted_tokens'])} tokens, of which {number(figures['accepted_tokens'])} were right"
+        )
     if figures["roofline"] is not None:
         lines.append(f"  reached     {roofline_text(json.loads(figures['roofline']))}")
     lines += [

@@ -23,6 +23,12 @@ _WORTH = 1.03
 _FEWEST_ACCEPTED = 0.15
 _FORGET, _RECOVER = 0.8, 0.98
 
+_MOST_IN_TURN = 32
+"""Steps with drafts after which one goes without, so that what a plain step costs stays known."""
+
+_WIDE, _REST = 32, 8
+"""So many sequences for which drafting does not pay are not asked again for so many steps: asking takes time itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
@@ -66,6 +72,8 @@ class Drafter:
         self._can_draft = np.zeros(table.max_sequences, dtype=bool)
         self._hits = np.zeros(table.max_sequences)
         self._tries = np.zeros(table.max_sequences)
+        self._num_in_turn = 0
+        self._num_resting = 0
 
     def add(self, slot: int, *, can_draft: bool) -> None:
         """A sequence begins in `slot`; nothing is known of its drafts."""
@@ -80,13 +88,14 @@ class Drafter:
         most = _MOST_DRAFTED if self._always is None else self._always
         limits = np.where(self._can_draft[slots], np.minimum(limits, most), 0)
         if self._always is None:
-            if num_prefill or not self._costs.may_draft:
+            if num_prefill or not self._costs.may_draft or self._rests():
                 return None
             rate = self._hits[slots] / self._tries[slots]
             is_bad = rate < _FEWEST_ACCEPTED
             # A row may come to its quotations late.
             self._tries[slots[is_bad]] *= _RECOVER
             limits = self._worth(np.where(is_bad, 0, limits), rate, num_rows)
+            self._num_resting = _REST if slots.size >= _WIDE and not limits.any() else 0
         if not limits.any():
             return None
         table = self._table
@@ -101,6 +110,7 @@ class Drafter:
             counts = np.minimum(counts, np.maximum(num_rows - (np.cumsum(counts) - counts), 0))
         if not counts.any():
             return None
+        self._num_in_turn += 1
         return Drafts(counts, np.concatenate([draft[:count] for draft, count in zip(found, counts, strict=True)]))
 
     def note(self, slots: np.ndarray, *, num_drafted: np.ndarray, num_accepted: np.ndarray) -> None:
@@ -112,6 +122,15 @@ class Drafter:
         """What a step that only decodes took: see `StepCosts.observe`."""
         if self._always is None:
             self._costs.observe(num_sequences=num_sequences, num_rows=num_rows, num_tokens=num_tokens, seconds=seconds)
+
+    def _rests(self) -> bool:
+        if self._num_resting:
+            self._num_resting -= 1
+            return True
+        if self._num_in_turn >= _MOST_IN_TURN:
+            self._num_in_turn = 0
+            return True
+        return False
 
     def _worth(self, limits: np.ndarray, rate: np.ndarray, num_rows: int) -> np.ndarray:
         """How much of drafts of `limits` tokens to run: those likeliest to count, as many as give most tokens a second."""

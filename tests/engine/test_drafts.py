@@ -117,6 +117,23 @@ def test_rows_that_cost_nothing_are_drafted_and_rows_that_cost_their_share_are_n
     assert propose(drafter_for(table, {4: 1.0, 64: 16.0}), table) == [0] * 4
 
 
+def test_now_and_then_a_step_goes_without_drafts_so_that_its_cost_stays_known() -> None:
+    table = running(2)
+    drafter = drafter_for(table, {2: 1.0, 64: 1.0})
+    plain = [number for number in range(100) if not any(propose(drafter, table))]
+    assert plain == [32, 65, 98]
+
+
+def test_a_wide_batch_for_which_drafts_do_not_pay_is_asked_again_after_some_steps() -> None:
+    table = running(40)
+    drafter = drafter_for(table, {40: 1.0, 640: 16.0})
+    assert propose(drafter, table) == [0] * 40
+    for _ in range(9):
+        drafter.note_step(num_sequences=640, num_rows=640, num_tokens=640, seconds=1.0)
+    drafted = [any(propose(drafter, table)) for _ in range(10)]
+    assert drafted == [False] * 8 + [True] * 2
+
+
 def test_nothing_is_drafted_beside_a_prompt_or_for_a_row_that_keeps_books() -> None:
     table = running(3)
     drafter = drafter_for(table, {3: 1.0, 48: 1.0})
