@@ -27,7 +27,10 @@ _MOST_IN_TURN = 32
 """Steps with drafts after which one goes without, so that what a plain step costs stays known."""
 
 _WIDE, _REST = 32, 8
-"""So many sequences for which drafting does not pay are not asked again for so many steps: asking takes time itself."""
+"""So many sequences for which drafting does not pay are not asked again for so many steps: asking takes time itself.
+
+In such a batch a row whose end stands nowhere earlier is searched again one step later, then two, up to as many.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class Drafter:
         self._can_draft = np.zeros(table.max_sequences, dtype=bool)
         self._hits = np.zeros(table.max_sequences)
         self._tries = np.zeros(table.max_sequences)
+        self._pause = np.zeros(table.max_sequences, dtype=np.int64)
+        self._paused_left = np.zeros(table.max_sequences, dtype=np.int64)
         self._num_in_turn = 0
         self._num_resting = 0
 
@@ -79,23 +84,19 @@ class Drafter:
         """A sequence begins in `slot`; nothing is known of its drafts."""
         self._can_draft[slot] = can_draft
         self._hits[slot], self._tries[slot] = 1.0, 2.0
+        self._pause[slot] = self._paused_left[slot] = 0
 
     def propose(self, slots: np.ndarray, *, limits: np.ndarray, num_rows: int, num_prefill: int) -> Drafts | None:
         """Drafts for the decoding `slots`, each up to `limits` tokens and `num_rows` together; None where none pays.
 
         `num_prefill`: other rows of the step. Beside them a row costs its full share, so nothing is drafted then.
         """
-        most = _MOST_DRAFTED if self._always is None else self._always
-        limits = np.where(self._can_draft[slots], np.minimum(limits, most), 0)
-        if self._always is None:
+        is_auto = self._always is None
+        limits = np.where(self._can_draft[slots], np.minimum(limits, self._always or _MOST_DRAFTED), 0)
+        if is_auto:
             if num_prefill or not self._costs.may_draft or self._rests():
                 return None
-            rate = self._hits[slots] / self._tries[slots]
-            is_bad = rate < _FEWEST_ACCEPTED
-            # A row may come to its quotations late.
-            self._tries[slots[is_bad]] *= _RECOVER
-            limits = self._worth(np.where(is_bad, 0, limits), rate, num_rows)
-            self._num_resting = _REST if slots.size >= _WIDE and not limits.any() else 0
+            limits = self._worth_asking(slots, limits, num_rows)
         if not limits.any():
             return None
         table = self._table
@@ -104,8 +105,10 @@ class Drafter:
             for slot, limit in zip(slots.tolist(), limits.tolist(), strict=True)
         ]
         counts = np.array([draft.size for draft in found], dtype=np.int64)
-        if self._always is None:
-            counts = self._worth(counts, rate, num_rows)
+        if is_auto:
+            if slots.size >= _WIDE:
+                self._pause_missed(slots[limits > 0], is_missed=counts[limits > 0] == 0)
+            counts = self._worth(counts, self._hits[slots] / self._tries[slots], num_rows)
         else:
             counts = np.minimum(counts, np.maximum(num_rows - (np.cumsum(counts) - counts), 0))
         if not counts.any():
@@ -122,6 +125,21 @@ class Drafter:
         """What a step that only decodes took: see `StepCosts.observe`."""
         if self._always is None:
             self._costs.observe(num_sequences=num_sequences, num_rows=num_rows, num_tokens=num_tokens, seconds=seconds)
+
+    def _worth_asking(self, slots: np.ndarray, limits: np.ndarray, num_rows: int) -> np.ndarray:
+        """How much would be drafted for each if its text had it: what is not worth running need not be looked for."""
+        rate = self._hits[slots] / self._tries[slots]
+        is_bad, is_paused = rate < _FEWEST_ACCEPTED, self._paused_left[slots] > 0
+        self._paused_left[slots[is_paused]] -= 1
+        # A row may come to its quotations late.
+        self._tries[slots[is_bad]] *= _RECOVER
+        limits = self._worth(np.where(is_bad | is_paused, 0, limits), rate, num_rows)
+        self._num_resting = _REST if slots.size >= _WIDE and not limits.any() else 0
+        return limits
+
+    def _pause_missed(self, slots: np.ndarray, *, is_missed: np.ndarray) -> None:
+        self._pause[slots] = np.where(is_missed, np.clip(2 * self._pause[slots], 1, _REST), 0)
+        self._paused_left[slots] = self._pause[slots]
 
     def _rests(self) -> bool:
         if self._num_resting:

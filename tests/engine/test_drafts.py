@@ -134,6 +134,20 @@ def test_a_wide_batch_for_which_drafts_do_not_pay_is_asked_again_after_some_step
     assert drafted == [False] * 8 + [True] * 2
 
 
+def test_in_a_wide_batch_rows_without_a_match_are_searched_ever_more_seldom() -> None:
+    table = running(40)
+    table.tokens[0, :20] = np.arange(100, 120)
+    drafter = drafter_for(table, {40: 1.0, 640: 1.0})
+    drafted = []
+    for number in range(20):
+        if number == 12:
+            # From here on row 0 repeats itself, too.
+            table.tokens[0, :20] = [1, 2, 3, 4] * 5
+        drafted.append(propose(drafter, table)[0] > 0)
+    # Searched at 0, 2, 5, 10 and then 19.
+    assert drafted == [False] * 19 + [True]
+
+
 def test_nothing_is_drafted_beside_a_prompt_or_for_a_row_that_keeps_books() -> None:
     table = running(3)
     drafter = drafter_for(table, {3: 1.0, 48: 1.0})
