@@ -108,6 +108,8 @@ class KvSection(Section):
 class EngineSection(Section):
     """Where and how fast. None of it but `dtype` changes what a row says.
 
+    `speculation`: tokens that a row repeats from its own text are drafted and checked in one step; `auto` does so where it pays, a number
+    is how many are drafted for each row in every step.
     `order: input` runs rows as they stand in the input, so that a run that is stopped has done the first ones.
     """
 
@@ -117,6 +119,7 @@ class EngineSection(Section):
     max_sequences: AutoCount = "auto"
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     prefix_sharing: bool = True
+    speculation: Annotated[int, Field(ge=1, le=64)] | Literal["auto", "off"] = "auto"
     order: Literal["plan", "input"] = "plan"
     kv: KvSection = KvSection()
 

@@ -187,6 +187,7 @@ class _Planner:
             max_sequences=settings.max_sequences,
             kv_bytes=settings.kv.device,
             evict_least_recent=settings.kv.policy == "lru",
+            speculation=settings.speculation,
         )
         return EngineFacts(shape, sizes, config.max_context)
 

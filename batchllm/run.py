@@ -20,6 +20,7 @@ from batchllm.data.run_folder import RunFolder, RunRecord
 from batchllm.data.schema import completion_schema
 from batchllm.engine.engine import Engine, kv_shape
 from batchllm.engine.metrics import RunMetrics
+from batchllm.engine.roofline import run_roofline
 from batchllm.engine.sizing import most_blocks, size_engine
 from batchllm.engine.tier_report import TierReport, report_tiers
 from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
@@ -34,6 +35,7 @@ from batchllm.models.tokenizer import Tokenizer, load_tokenizer
 from batchllm.ops import select_kernels
 from batchllm.plan.plan import Plan, make_plan
 from batchllm.plan.store import PromptStore
+from batchllm.plan.work import PlanWork, plan_work
 from batchllm.prompt import Completion
 from batchllm.run_progress import Observer, ProgressTracker
 from batchllm.run_record import (
@@ -92,6 +94,8 @@ class _Run:
         self._dtype = dtype_for(job.engine.dtype, self._device)
         self._kernels = "none"
         self._metrics = RunMetrics()
+        self._work = PlanWork()
+        self._max_step_tokens = 1
         self._tiers: TierReport | None = None
         self._unique_prompt_tokens = 0
         self._load_s = 0.0
@@ -265,6 +269,12 @@ class _Run:
             return engine.run(deliver=deliver, should_stop=should_stop)
         finally:
             self._metrics = self._metrics.plus(engine.metrics)
+            self._max_step_tokens = engine.config.max_step_tokens
+            self._work = self._work.plus(
+                plan_work(
+                    plan, generated_tokens=engine.records.generated_tokens, max_sequences=engine.config.max_sequences
+                )
+            )
             engine.close()
             if engine.mover is not None:
                 self._tiers = report_tiers(engine.mover, engine.metrics)
@@ -299,6 +309,7 @@ class _Run:
             max_sequences=settings.max_sequences,
             kv_bytes=settings.kv.device,
             evict_least_recent=settings.kv.policy == "lru",
+            speculation=settings.speculation,
         )
         return Engine(
             decoder=decoder,
@@ -386,6 +397,13 @@ class _Run:
             model=model,
             too_many_errors=self._errors.reason if self._errors is not None else None,
             tiers=self._tiers,
+            drafted_tokens=metrics.drafted_tokens,
+            accepted_tokens=metrics.accepted_tokens,
+            roofline=run_roofline(
+                self._work, decoder=self._decoder, metrics=metrics, max_step_tokens=self._max_step_tokens
+            )
+            if finished and self._decoder is not None
+            else None,
         )
 
 

@@ -187,7 +187,8 @@ def rates_record(steps: Mapping[str, Any], *, facts: EngineFacts, share: Generat
         return None
     rates = observed_rates(
         costs,
-        most_sequences=int(max(steps["num_decode_rows"])),
+        # An accepted draft is a row of a sequence that has one already.
+        most_sequences=int((np.asarray(steps["num_decode_rows"]) - np.asarray(steps["num_accepted"])).max()),
         generated_tokens=share.generated_tokens,
         allowed_tokens=share.allowed_tokens,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from batchllm.engine.tier_report import TierReport
 from batchllm.errors import BatchLLMError, StoppedError
+from batchllm.plan.roofline import Roofline
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,8 @@ class RunSummary:
 
     `num_rows` of the input (or of `--limit`), `rows_before` answered by earlier runs, `rows_completed` and `rows_failed` of all that are
     answered now; a row of which one sample fails has failed. `too_many_errors` says why a run gave up. `unique_prompt_tokens`: the fewest
-    that had to be computed; `computed_prompt_tokens`: those that were.
+    that had to be computed; `computed_prompt_tokens`: those that were. `accepted_tokens` of `drafted_tokens` guessed ones were right. `roofline`: the share of what the machine can do; None where the
+    steps took too little time to tell, or the run has not come to its end.
     """
 
     name: str
@@ -45,6 +47,9 @@ class RunSummary:
     kernels: str
     model: str
     tiers: TierReport | None
+    roofline: Roofline | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     too_many_errors: str | None = None
 
     @property

@@ -13,12 +13,15 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from batchllm.engine.engine import Engine, kv_shape
+from batchllm.engine.roofline import run_roofline
 from batchllm.engine.sizing import size_engine
 from batchllm.models.decoder import Decoder, dtype_for, load_decoder
 from batchllm.models.registry import resolve_model
@@ -26,6 +29,7 @@ from batchllm.models.tokenizer import Tokenizer, load_tokenizer
 from batchllm.ops import select_kernels
 from batchllm.plan.plan import make_plan
 from batchllm.plan.store import PromptStore
+from batchllm.plan.work import plan_work
 from batchllm.prompt import Completion, SamplingParams
 
 FLOOR_TOKENS_PER_S = 250
@@ -34,7 +38,7 @@ PREFIX_TOKENS, NUM_SHARING, OWN_TOKENS, SHARED_NEW_TOKENS = 512, 256, 16, 16
 
 def run_batch(
     prompts: np.ndarray, *, max_tokens: int, decoder: Decoder, tokenizer: Tokenizer, folder: Path
-) -> dict[str, float | int]:
+) -> dict[str, Any]:
     """Runs int32 `[prompts, tokens]` to exactly `max_tokens` new tokens each; seconds are the engine's, from the first step to the last."""
     store = PromptStore(folder)
     number = store.intern_sampling(SamplingParams(max_tokens=max_tokens, ignore_eos=True))
@@ -66,6 +70,8 @@ def run_batch(
     store.close()
     assert len(answers) == len(prompts) and not any(answer.error for answer in answers)
     metrics = engine.metrics
+    work = plan_work(plan, generated_tokens=engine.records.generated_tokens, max_sequences=config.max_sequences)
+    reached = run_roofline(work, decoder=decoder, metrics=metrics, max_step_tokens=config.max_step_tokens)
     return {
         "prompts": len(prompts),
         "seconds": round(seconds, 2),
@@ -76,6 +82,7 @@ def run_batch(
         "cached_prompt_tokens": metrics.cached_prompt_tokens,
         "model_share": round(metrics.model_s / seconds, 3),
         "steps": metrics.num_steps,
+        "roofline": None if reached is None else asdict(reached),
     }
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from batchllm.engine.tier_report import TierReport
+from batchllm.plan.roofline import roofline_text
 from batchllm.run_summary import RunSummary
 
 
@@ -28,6 +31,12 @@ def summary_text(summary: RunSummary) -> str:
             f"  machine     {summary.model} in {summary.dtype} on {summary.device}, {summary.kernels} kernels, "
             f"{summary.num_steps} steps",
         ]
+    if summary.drafted_tokens:
+        lines.append(
+            f"  drafts      {summary.drafted_tokens:,} tokens, of which {summary.accepted_tokens:,} were right"
+        )
+    if summary.roofline is not None:
+        lines.append(f"  reached     {roofline_text(asdict(summary.roofline))}")
     if summary.tiers is not None:
         lines += _tier_lines(summary.tiers)
     lines += [

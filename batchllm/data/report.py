@@ -106,6 +106,7 @@ _FIGURES = f"""
 SELECT runs.* EXCLUDE (name, output),
        cached_prompt_tokens / nullif(prompt_tokens, 0) AS reuse_share,
        1 - unique_prompt_tokens / nullif(prompt_tokens, 0) AS reuse_ceiling,
+       CAST(roofline ->> 'share' AS DOUBLE) AS roofline_share, CAST(roofline ->> 'least_s' AS DOUBLE) AS least_s,
        answered.*, stepped.*
 FROM runs,
      (SELECT count(DISTINCT row_index) AS rows_answered,

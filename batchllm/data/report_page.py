@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from batchllm.data.report import Report, Rows
 from batchllm.data.report_charts import curve_chart, latency_chart, tier_chart
 from batchllm.data.report_numbers import duration, moment, number, share, size
 from batchllm.errors import OutputError
+from batchllm.plan.roofline import roofline_text
 
 PAGE_FILE = "report.html"
 _TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -51,6 +53,7 @@ def render_page(report: Report) -> str:
         curves=_curves(report),
         latencies=[(latency, _latency(latency)) for latency in report.latencies],
         changes=_changes(report.runs),
+        roofline=None if report.figures["roofline"] is None else roofline_text(json.loads(report.figures["roofline"])),
         number=number,
         share=share,
         duration=duration,

@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 
 from batchllm.data.report import Report
 from batchllm.data.report_numbers import duration, moment, number, share
+from batchllm.plan.roofline import roofline_text
 
 _WIDTH = 100
 
@@ -28,6 +29,12 @@ def report_text(report: Report) -> str:
         f"  time        {duration(figures['wall_s'])}, {duration(figures['steps_s'])} in {number(figures['num_steps'])} steps",
         f"  KV memory   peak {share(figures['kv_peak_share'])}, {number(figures['preemptions'])} preemptions",
     ]
+    if figures["drafted_tokens"]:
+        lines.append(
+            f"  drafts      {number(figures['drafted_tokens'])} tokens, of which {number(figures['accepted_tokens'])} were right"
+        )
+    if figures["roofline"] is not None:
+        lines.append(f"  reached     {roofline_text(json.loads(figures['roofline']))}")
     lines += [
         f"  {phase['phase']:<13} {duration(phase['seconds']):>10} {share(phase['share']):>7}" for phase in report.phases
     ]

@@ -32,6 +32,8 @@ RUN_COLUMNS = {
     "num_steps": "BIGINT",
     "preemptions": "BIGINT",
     "recomputed_tokens": "BIGINT",
+    "drafted_tokens": "BIGINT",
+    "accepted_tokens": "BIGINT",
     "kv_peak_share": "DOUBLE",
     "kv_waste_share": "DOUBLE",
     "device": "VARCHAR",
@@ -39,6 +41,7 @@ RUN_COLUMNS = {
     "kernels": "VARCHAR",
     "model": "VARCHAR",
     "tiers": "JSON",
+    "roofline": "JSON",
     "too_many_errors": "VARCHAR",
 }
 """Columns of `runs`: the keys of summary.json. A run that failed early, or still runs, has NULL where it has no figure."""
@@ -55,6 +58,8 @@ STEP_COLUMNS = {
     "num_waiting": "BIGINT",
     "num_used_blocks": "BIGINT",
     "num_preempted": "BIGINT",
+    "num_drafted": "BIGINT",
+    "num_accepted": "BIGINT",
 }
 """Columns of `steps`, as in the engine's step log; seconds from the start of the run."""
 

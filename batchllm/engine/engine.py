@@ -6,24 +6,25 @@ State is one batch's: an engine runs one plan and is then finished with. Whateve
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from batchllm.engine.blocks import num_blocks_for
 from batchllm.engine.grammar import GrammarMasks
+from batchllm.engine.holdings import KvTiers, SchedulerConfig
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.pool import KvShape, make_pool
-from batchllm.engine.sampling import LogprobEntry, Sampler
-from batchllm.engine.scheduler import KvTiers, ScheduledStep, Scheduler, SchedulerConfig, WaitingSequence
+from batchllm.engine.protocols import Decoder, Store, Vocabulary
+from batchllm.engine.records import Records
+from batchllm.engine.sampling import LogprobEntry, Sampled, Sampler
+from batchllm.engine.scheduled import ScheduledStep
+from batchllm.engine.scheduler import Scheduler, Speculation
 from batchllm.engine.step import StepBatch, build_step
 from batchllm.engine.stopping import Stopping
 from batchllm.engine.transfer import HostMover, TierSetup
 from batchllm.kernels.attention import CHUNK, AttentionPlan
-from batchllm.ops import Kernels
 from batchllm.plan.plan import Plan
 from batchllm.prompt import Completion, SamplingParams
 from batchllm.storage.cost import Rate
@@ -35,107 +36,24 @@ _MAX_LOGIT_ROWS = 128
 """Rows whose logits exist at once: 25 MB for a vocabulary of 49,152."""
 
 
-class DecoderConfig(Protocol):
-    """What the engine must know of a model."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_context(self) -> int: ...
-
-
-class Decoder(Protocol):
-    """The model as the engine calls it. Shapes as in `batchllm.models.decoder`."""
-
-    @property
-    def config(self) -> DecoderConfig: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def kernels(self) -> Kernels: ...
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        plan: AttentionPlan,
-        kv: torch.Tensor,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor: ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-    def argmax(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-
 def kv_shape(decoder: Decoder) -> KvShape:
     """What `decoder` keeps of a token."""
     config = decoder.config
     return KvShape(config.num_layers, config.num_kv_heads, config.head_dim, decoder.dtype)
 
 
-class Vocabulary(Protocol):
-    """What the engine asks of a tokenizer."""
-
-    @property
-    def eos_ids(self) -> frozenset[int]: ...
-    @property
-    def token_bytes(self) -> Sequence[bytes]: ...
-    @property
-    def special_tokens(self) -> Mapping[str, int]: ...
-
-    def encode_batch(self, texts: Sequence[str], *, allow_special: bool = True) -> list[np.ndarray]: ...
-
-
-class Store(Protocol):
-    """The staged prompts, as the engine reads them."""
-
-    @property
-    def row_index(self) -> np.ndarray: ...
-    @property
-    def sample_index(self) -> np.ndarray: ...
-    @property
-    def sampling_id(self) -> np.ndarray: ...
-    @property
-    def sampling(self) -> list[SamplingParams]: ...
-
-    def tokens(self, prompt: int) -> np.ndarray: ...
-
-
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes of one engine. `num_blocks` of `block_size` tokens in the device pool. `evict_least_recent`: see `SchedulerConfig`."""
+    """Sizes of one engine. `num_blocks` of `block_size` tokens in the device pool. `evict_least_recent`: see
+    `SchedulerConfig`; `speculation`: see `Scheduler`.
+    """
 
     block_size: int
     num_blocks: int
     max_step_tokens: int
     max_sequences: int
     evict_least_recent: bool = False
-
-
-@dataclass(slots=True)
-class _Record:
-    """What one sequence's completion will say; kept from its first admission to its end, over preemptions."""
-
-    params: SamplingParams
-    row_index: int
-    sample_index: int
-    prompt_tokens: int
-    cached_tokens: int | None = None
-    restored_tokens: int = 0
-    preemptions: int = 0
-    scheduled_at: float = 0.0
-    first_token_at: float = 0.0
-    logprobs: list[LogprobEntry] | None = None
+    speculation: Speculation = "off"
 
 
 @dataclass(slots=True)
@@ -144,6 +62,7 @@ class _Tally:
 
     started_at: float
     model_s: float = 0.0
+    num_accepted: int = 0
     completions: list[Completion] = field(default_factory=list)
 
 
@@ -166,8 +85,14 @@ class Engine:
         self.decoder = decoder
         self.config = config
         self.metrics = RunMetrics(num_blocks=config.num_blocks)
-        self._store = store
-        self._plan = plan
+        self.records = Records(
+            store=store,
+            plan=plan,
+            max_context=decoder.config.max_context,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            started_at=started_at,
+        )
         self._started_at = started_at
         self._kv = make_pool(
             kv_shape(decoder), num_blocks=config.num_blocks, block_size=config.block_size, device=decoder.device
@@ -181,12 +106,10 @@ class Engine:
         self._grammars = GrammarMasks(
             vocabulary=vocabulary, vocab_size=decoder.config.vocab_size, max_sequences=config.max_sequences
         )
-        self._records: dict[int, _Record] = {}
         self._is_noted = np.zeros(config.max_sequences, dtype=bool)
         self.mover = None
         if tiers is not None:
             self.mover = HostMover(pool=self._kv, store=tiers.store, costs=tiers.costs)
-        self._refused: list[Completion] = []
         self.scheduler = Scheduler(
             config=SchedulerConfig(
                 block_size=config.block_size,
@@ -197,11 +120,12 @@ class Engine:
             ),
             plan=plan,
             num_blocks=config.num_blocks,
-            load=self._load,
+            load=self.records.load,
             on_preempt=self._on_preempt,
             tiers=None
             if tiers is None or self.mover is None
             else KvTiers(mover=self.mover, root=tiers.root, persist=tiers.persist),
+            speculation=config.speculation,
         )
 
     def run(
@@ -228,7 +152,7 @@ class Engine:
         step = self.scheduler.schedule()
         self._note_admissions(step)
         if step.slots.size == 0:
-            refused, self._refused = self._refused, []
+            refused = self.records.take_refused()
             if self.scheduler.num_in_flight:
                 self.scheduler.wait(_TRANSFER_WAIT_S)
             elif not refused and not step.preempted:
@@ -239,53 +163,19 @@ class Engine:
         hidden = self._forward(step, batch)
         model_at = time.monotonic()
         if batch.sample_slots.size:
-            tally.completions = self._sample(hidden, batch.sample_slots)
+            tally.completions = self._sample(hidden, batch, tally)
         finished_at = time.monotonic()
         tally.model_s = model_at - scheduled_at
         self.metrics.schedule_s += scheduled_at - tally.started_at
         self.metrics.model_s += tally.model_s
         self.metrics.sample_s += finished_at - model_at
         self._log(step, batch, tally, finished_at)
-        refused, self._refused = self._refused, []
-        return self._count(tally.completions + refused)
-
-    def _load(self, position: int) -> WaitingSequence | None:
-        """The sequence at a plan position, or an error row if it can never run."""
-        prompt = int(self._plan.order[position])
-        params = self._store.sampling[int(self._store.sampling_id[prompt])]
-        tokens = self._store.tokens(prompt)
-        context = self.decoder.config.max_context
-        max_tokens = min(tokens.size + params.max_tokens, context)
-        # The last token generated is never read, so its KV needs no slot.
-        needed = num_blocks_for(max_tokens - 1, self.config.block_size)
-        error = None
-        if tokens.size >= context:
-            error = f"prompt has {tokens.size} tokens; the model's context of {context} leaves none to generate"
-        elif needed > self.config.num_blocks:
-            slots = self.config.num_blocks * self.config.block_size
-            error = (
-                f"prompt of {tokens.size} and up to {max_tokens - tokens.size} new tokens need {needed} KV blocks; "
-                f"the pool has {self.config.num_blocks} ({slots} tokens): raise engine.kv.device or lower max_tokens"
-            )
-        record = _Record(
-            params=params,
-            row_index=int(self._store.row_index[prompt]),
-            sample_index=int(self._store.sample_index[prompt]),
-            prompt_tokens=tokens.size,
-            logprobs=None if params.logprobs is None else [],
-        )
-        if error is not None:
-            self._refused.append(
-                Completion(record.row_index, record.sample_index, error=error, prompt_tokens=tokens.size)
-            )
-            return None
-        self._records[position] = record
-        return WaitingSequence(position=position, tokens=tokens, prompt_length=tokens.size, max_tokens=max_tokens)
+        return self._count(tally.completions + self.records.take_refused())
 
     def _note_admissions(self, step: ScheduledStep) -> None:
         table, now = self.scheduler.table, time.monotonic()
         for slot in step.admitted:
-            record = self._records[int(table.position[slot])]
+            record = self.records[int(table.position[slot])]
             self._is_noted[slot] = False
             tokens = table.tokens[slot, : table.num_tokens[slot]]
             if record.scheduled_at == 0.0:
@@ -301,15 +191,17 @@ class Engine:
                 ending_ids=self._stopping.ending_ids(record.params),
             )
             self._stopping.add(slot, record.params, output_ids=output.tolist())
+            if self.scheduler.drafter is not None:
+                self.scheduler.drafter.add(slot, can_draft=_samples_by_position(record.params))
             if record.params.grammar is not None:
                 self._grammars.add(slot, record.params.grammar, output_ids=output.tolist())
 
     def _note_reuse(self, slots: np.ndarray) -> None:
         """Once an admission: what the sequence did not have to compute, known when its first token is sampled."""
-        table, scheduler = self.scheduler.table, self.scheduler
+        table, holdings = self.scheduler.table, self.scheduler.holdings
         for slot in slots[~self._is_noted[slots]]:
-            record = self._records[int(table.position[slot])]
-            cached, restored = int(scheduler.cached_tokens[slot]), int(scheduler.restored_tokens[slot])
+            record = self.records[int(table.position[slot])]
+            cached, restored = int(holdings.cached_tokens[slot]), int(holdings.restored_tokens[slot])
             record.restored_tokens += restored
             self.metrics.restored_tokens += restored
             if record.cached_tokens is None:
@@ -321,7 +213,7 @@ class Engine:
         self._is_noted[slots] = True
 
     def _on_preempt(self, slot: int) -> None:
-        self._records[int(self.scheduler.table.position[slot])].preemptions += 1
+        self.records[int(self.scheduler.table.position[slot])].preemptions += 1
         self.metrics.preemptions += 1
         self._remove_row(slot)
 
@@ -357,33 +249,78 @@ class Engine:
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.decoder.device)
 
-    def _sample(self, hidden: torch.Tensor, slots: np.ndarray) -> list[Completion]:
-        """Samples a token for each of `slots`, appends it, and answers the sequences that end with it."""
-        table = self.scheduler.table
-        self._note_reuse(slots)
-        positions = (table.num_tokens[slots] - table.prompt_length[slots]).astype(np.int64)
-        token_ids = np.zeros(slots.size, dtype=np.int64)
-        bad_rows: dict[int, str] = {}
+    def _sample(self, hidden: torch.Tensor, batch: StepBatch, tally: _Tally) -> list[Completion]:
+        """Samples each of the batch's rows, appends what counts, and answers the sequences that end with it.
+
+        A drafted row counts if the row before it gave just the token that was drafted. So the rows of a sequence are taken in turn, the
+        first ones of all sequences at once: without drafts in one go.
+        """
+        slots, table = batch.sample_slots, self.scheduler.table
+        first = np.flatnonzero(np.append(True, slots[1:] != slots[:-1]))
+        end = np.append(first[1:], slots.size)
+        self._note_reuse(slots[first])
+        positions = batch.plan.positions[batch.sample_rows].astype(np.int64) + 1 - table.prompt_length[slots]
+        sampled = self._choose(hidden, slots, positions)
+        drafted = batch.token_ids[batch.sample_rows]
+        now = time.monotonic()
+        completions: list[Completion] = []
+        done: list[int] = []
+        rows, taken = first, np.arange(first.size)
+        num_accepted = np.zeros(first.size, dtype=np.int64)
+        while rows.size:
+            ended, ending = self._take(rows, slots[rows], positions[rows], sampled, now)
+            completions += ending
+            done += slots[rows[ended]].tolist()
+            goes_on = ~ended & (rows + 1 < end[taken])
+            rows, taken = rows[goes_on], taken[goes_on]
+            is_right = sampled.token_ids[rows] == drafted[rows + 1]
+            rows, taken = rows[is_right] + 1, taken[is_right]
+            num_accepted[taken] += 1
+        with_drafts = np.flatnonzero(end - first > 1)
+        if with_drafts.size and self.scheduler.drafter is not None:
+            num_drafted = (end - first - 1)[with_drafts]
+            self.scheduler.drop_drafts(slots[first[with_drafts]])
+            self.scheduler.drafter.note(
+                slots[first[with_drafts]], num_drafted=num_drafted, num_accepted=num_accepted[with_drafts]
+            )
+            tally.num_accepted = int(num_accepted.sum())
+        for slot in done:
+            self._remove_row(slot)
+        self.scheduler.finish(np.array(done, dtype=np.int64))
+        return completions
+
+    def _choose(self, hidden: torch.Tensor, slots: np.ndarray, positions: np.ndarray) -> Sampled:
+        """A token for each row, as if it stood alone; `positions`: tokens that its sequence has generated before it."""
         # The fused argmax would hide a NaN; the sampler names the row it is in.
         if self._sampler.all_greedy(slots, positions) and bool(hidden.isfinite().all()):
-            token_ids[:] = self.decoder.argmax(hidden).cpu().numpy()
-        else:
-            for start in range(0, slots.size, _MAX_LOGIT_ROWS):
-                part = slice(start, start + _MAX_LOGIT_ROWS)
-                allowed = self._grammars.allowed(slots[part])
-                sampled = self._sampler.sample(self.decoder.logits(hidden[part]), slots[part], positions[part], allowed)
-                token_ids[part] = sampled.token_ids
-                for row, reason in sampled.bad_rows.items():
-                    bad_rows[start + row] = self._grammars.failure(int(slots[start + row])) or reason
-                for row, entry in sampled.logprobs.items():
-                    logprobs = self._records[int(table.position[slots[start + row]])].logprobs
-                    assert logprobs is not None
-                    logprobs.append(entry)
-        now = time.monotonic()
+            return Sampled(self.decoder.argmax(hidden).cpu().numpy())
+        token_ids = np.zeros(slots.size, dtype=np.int64)
+        bad_rows: dict[int, str] = {}
+        logprobs: dict[int, LogprobEntry] = {}
+        for start in range(0, slots.size, _MAX_LOGIT_ROWS):
+            part = slice(start, start + _MAX_LOGIT_ROWS)
+            allowed = self._grammars.allowed(slots[part])
+            sampled = self._sampler.sample(self.decoder.logits(hidden[part]), slots[part], positions[part], allowed)
+            token_ids[part] = sampled.token_ids
+            for row, reason in sampled.bad_rows.items():
+                bad_rows[start + row] = self._grammars.failure(int(slots[start + row])) or reason
+            logprobs |= {start + row: entry for row, entry in sampled.logprobs.items()}
+        return Sampled(token_ids, bad_rows, logprobs)
+
+    def _take(
+        self, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray, sampled: Sampled, now: float
+    ) -> tuple[np.ndarray, list[Completion]]:
+        """Appends what was sampled for one row of each of `slots`; bool `[num_rows]`, which end with it, and their completions."""
+        table, token_ids = self.scheduler.table, sampled.token_ids[rows]
         for slot in slots[positions == 0]:
-            self._records[int(table.position[slot])].first_token_at = now
+            self.records[int(table.position[slot])].first_token_at = now
+        for row in sampled.logprobs.keys() & set(rows.tolist()) if sampled.logprobs else ():
+            logprobs = self.records[int(table.position[slots[int(np.searchsorted(rows, row))]])].logprobs
+            assert logprobs is not None
+            logprobs.append(sampled.logprobs[row])
         good = np.ones(slots.size, dtype=bool)
-        good[list(bad_rows)] = False
+        if sampled.bad_rows:
+            good = ~np.isin(rows, list(sampled.bad_rows))
         self.metrics.generated_tokens += int(good.sum())
         self.scheduler.append(slots[good], token_ids[good])
         self._sampler.append(slots[good], token_ids[good])
@@ -392,43 +329,21 @@ class Engine:
         complete[good] = self._grammars.accept(slots[good], token_ids[good])
         ended |= complete | (table.num_tokens[slots] >= table.max_tokens[slots])
         self._grammars.prepare(slots[~ended])
-        done = slots[ended]
         completions = [
-            self._complete(int(slots[row]), now, error=bad_rows.get(int(row)), is_whole=bool(complete[row]))
-            for row in np.flatnonzero(ended)
+            self._complete(
+                int(slots[place]), now, error=sampled.bad_rows.get(int(rows[place])), is_whole=bool(complete[place])
+            )
+            for place in np.flatnonzero(ended)
         ]
-        for slot in done:
-            self._remove_row(int(slot))
-        self.scheduler.finish(done)
-        return completions
+        return ended, completions
 
     def _complete(self, slot: int, now: float, *, error: str | None, is_whole: bool) -> Completion:
         table = self.scheduler.table
-        record = self._records.pop(int(table.position[slot]))
-        completion = Completion(
-            row_index=record.row_index,
-            sample_index=record.sample_index,
-            prompt_tokens=record.prompt_tokens,
-            cached_tokens=record.cached_tokens or 0,
-            restored_tokens=record.restored_tokens,
-            preemptions=record.preemptions,
-            queue_s=record.scheduled_at - self._started_at,
-            e2e_s=now - self._started_at,
-            error=error,
+        token_ids = table.tokens[slot, table.prompt_length[slot] : table.num_tokens[slot]].tolist()
+        finish = None if error is not None else self._stopping.finish(slot, token_ids, is_whole=is_whole)
+        return self.records.complete(
+            int(table.position[slot]), now=now, token_ids=token_ids, finish=finish, error=error
         )
-        if error is not None:
-            return completion
-        token_ids = table.tokens[slot, record.prompt_tokens : table.num_tokens[slot]].tolist()
-        finish = self._stopping.finish(slot, token_ids, is_whole=is_whole)
-        completion.text = finish.text
-        completion.finish_reason = finish.finish_reason
-        completion.stop_reason = finish.stop_reason
-        completion.token_ids = token_ids
-        completion.logprobs = record.logprobs
-        completion.ttft_s = record.first_token_at - record.scheduled_at
-        if len(token_ids) > 1:
-            completion.tpot_s = (now - record.first_token_at) / (len(token_ids) - 1)
-        return completion
 
     def _count(self, completions: list[Completion]) -> list[Completion]:
         for completion in completions:
@@ -441,25 +356,44 @@ class Engine:
 
     def _log(self, step: ScheduledStep, batch: StepBatch, tally: _Tally, finished_at: float) -> None:
         scheduler, metrics = self.scheduler, self.metrics
-        prefill_rows = batch.token_ids.size - step.num_decode
+        num_drafted = step.num_drafted
+        prefill_rows = batch.token_ids.size - step.num_decode - num_drafted
+        seconds = finished_at - tally.started_at
+        if scheduler.drafter is not None and step.num_decode and prefill_rows == 0:
+            scheduler.drafter.note_step(
+                num_sequences=step.num_decode,
+                num_rows=step.num_decode + num_drafted,
+                num_tokens=step.num_decode + tally.num_accepted,
+                seconds=seconds,
+            )
         if self.mover is not None and prefill_rows > step.num_decode:
             self.mover.costs.observe(Rate.PREFILL, amount=prefill_rows, seconds=tally.model_s)
         metrics.num_steps += 1
         metrics.computed_prompt_tokens += prefill_rows
-        metrics.num_allocated_slots = scheduler.num_allocated * self.config.block_size
-        metrics.num_unfilled_slots = scheduler.num_unfilled_slots
+        metrics.drafted_tokens += num_drafted
+        metrics.accepted_tokens += tally.num_accepted
+        metrics.num_allocated_slots = scheduler.holdings.num_allocated * self.config.block_size
+        metrics.num_unfilled_slots = scheduler.holdings.num_unfilled_slots
         metrics.peak_used_blocks = max(metrics.peak_used_blocks, scheduler.pool.num_used)
         metrics.wall_s = finished_at - self._started_at
         metrics.step_log.append(
             {
                 "start_s": tally.started_at - self._started_at,
-                "seconds": finished_at - tally.started_at,
+                "seconds": seconds,
                 "model_seconds": tally.model_s,
-                "num_decode_rows": step.num_decode,
+                "num_decode_rows": step.num_decode + tally.num_accepted,
                 "num_prefill_rows": prefill_rows,
                 "num_running": scheduler.table.num_running,
                 "num_waiting": scheduler.num_waiting,
                 "num_used_blocks": scheduler.pool.num_used,
                 "num_preempted": len(step.preempted),
+                "num_drafted": num_drafted,
+                "num_accepted": tally.num_accepted,
             }
         )
+
+
+def _samples_by_position(params: SamplingParams) -> bool:
+    """Whether what a position samples depends on the tokens before it through the model alone: penalties and grammars keep books."""
+    has_penalty = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    return not has_penalty and params.grammar is None

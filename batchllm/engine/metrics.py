@@ -16,8 +16,13 @@ STEP_COLUMNS = {
     "num_waiting": "l",
     "num_used_blocks": "l",
     "num_preempted": "l",
+    "num_drafted": "l",
+    "num_accepted": "l",
 }
-"""Columns of the step log and their array type codes. Seconds from the start of the run; blocks of the device pool."""
+"""Columns of the step log and their array type codes. Seconds from the start of the run; blocks of the device pool.
+
+`num_decode_rows` counts rows that gave a token that counts, of which `num_accepted` had been drafted; `num_drafted` rows were.
+"""
 
 
 class StepLog:
@@ -42,7 +47,7 @@ class RunMetrics:
     `prompt_tokens` of sequences admitted so far, of which `cached_prompt_tokens` were found in the pool.
     `generated_tokens` so far, of which `completion_tokens` belong to finished rows.
     `computed_prompt_tokens` counts every prefill row, work repeated after a preemption (`recomputed_tokens`) included.
-    `restored_tokens` came back from a tier instead.
+    `drafted_tokens` were guessed, and `accepted_tokens` of them were what the model says. `restored_tokens` came back from a tier instead.
     `num_unfilled_slots` of `num_allocated_slots` token slots were given back without ever holding a token.
     `schedule_s`, `model_s` and `sample_s` are the parts of the steps; the device may still compute while the host samples.
     """
@@ -57,6 +62,8 @@ class RunMetrics:
     num_errors: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     restored_tokens: int = 0
     num_allocated_slots: int = 0
     num_unfilled_slots: int = 0

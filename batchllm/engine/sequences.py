@@ -72,6 +72,12 @@ class SequenceTable:
         """Block ids of one sequence (a view)."""
         return self.block_table[slot, : self.num_blocks[slot]]
 
+    def write_drafts(self, slots: np.ndarray, counts: np.ndarray, token_ids: np.ndarray) -> None:
+        """Guesses behind the tokens of `slots`, `counts` of them each, in turn; they are no tokens before they are appended."""
+        offsets = np.arange(token_ids.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        owners = np.repeat(slots, counts)
+        self.tokens[owners, self.num_tokens[owners] + offsets] = token_ids
+
     def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
         """One generated token for each of `slots`."""
         self.tokens[slots, self.num_tokens[slots]] = token_ids

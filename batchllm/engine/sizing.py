@@ -11,6 +11,7 @@ import torch
 from batchllm.engine.blocks import num_blocks_for
 from batchllm.engine.engine import EngineConfig
 from batchllm.engine.pool import KvShape
+from batchllm.engine.scheduler import Speculation
 from batchllm.errors import JobError
 from batchllm.plan.plan import Plan
 
@@ -33,6 +34,7 @@ def size_engine(
     max_sequences: int | Auto,
     kv_bytes: int | Auto,
     evict_least_recent: bool = False,
+    speculation: Speculation = "off",
 ) -> EngineConfig:
     """The sizes to run `plan` with. Raises JobError when the KV memory that the job names holds no block."""
     on_gpu = device.type == "cuda"
@@ -54,6 +56,7 @@ def size_engine(
         max_step_tokens=step_tokens,
         max_sequences=sequences,
         evict_least_recent=evict_least_recent,
+        speculation=speculation,
     )
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchllm.engine.scheduler import ScheduledStep, Scheduler
+from batchllm.engine.scheduled import ScheduledStep
+from batchllm.engine.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,11 @@ class PlanArrays:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One forward pass. Rows: decoding sequences first, then prefill chunks, each part in plan order.
+    """One forward pass. Rows: decoding sequences first, each with its drafted tokens, then prefill chunks, each part in plan order.
 
     `token_ids` int64 [num_rows]; `kv_slots` int64 [num_rows]: where a row's KV goes, -1 where it is already; `sample_rows` int64: rows
-    whose next token is wanted, and `sample_slots`: the sequences they belong to.
+    whose next token is wanted, and `sample_slots`: the sequences they belong to. A sequence with drafts has a row for each token that
+    they may give, one after the other.
     """
 
     token_ids: np.ndarray
@@ -48,13 +50,13 @@ def build_step(step: ScheduledStep, scheduler: Scheduler, *, chunk: int) -> Step
     positions = np.arange(first_rows[-1]) - np.repeat(first_rows[:-1] - starts, counts)
     blocks = table.block_table[row_slots, positions // block_size].astype(np.int64)
     kv_slots = blocks * block_size + positions % block_size
-    kv_slots[positions < scheduler.shared_rows_end[row_slots]] = -1
-    wanted = stops == table.num_tokens[slots]
+    kv_slots[positions < scheduler.holdings.shared_rows_end[row_slots]] = -1
+    sample_rows = np.flatnonzero(positions >= table.num_tokens[row_slots] - 1)
     return StepBatch(
         token_ids=table.tokens[row_slots, positions].astype(np.int64),
         kv_slots=kv_slots,
-        sample_rows=first_rows[1:][wanted] - 1,
-        sample_slots=slots[wanted],
+        sample_rows=sample_rows,
+        sample_slots=row_slots[sample_rows],
         plan=_plan_attention(
             scheduler,
             slots=slots,
@@ -84,7 +86,7 @@ def _plan_attention(
     stops = starts + counts
     width = int(table.num_blocks[slots].max()) if slots.size else 1
     block_table = np.ascontiguousarray(table.block_table[slots, :width])
-    shared = _shared_chunks(scheduler, block_table[:num_decode], slots[:num_decode], stops[:num_decode], chunk)
+    shared = _shared_chunks(scheduler, block_table[:num_decode], slots[:num_decode], starts[:num_decode], chunk)
     # What a sequence shares with a neighbour on either side it does not read alone.
     own_start = np.zeros(slots.size, dtype=np.int64)
     if num_decode > 1:
@@ -92,6 +94,10 @@ def _plan_attention(
         own_start[1:num_decode] = np.maximum(own_start[1:num_decode], shared)
     own_start *= chunk
     groups = _shared_items(shared, chunk)
+    if groups.size:
+        # From sequences to their rows.
+        groups[:, 1] = first_rows[groups[:, 0] + groups[:, 1]] - first_rows[groups[:, 0]]
+        groups[:, 0] = first_rows[groups[:, 0]]
     alone = np.stack(
         [first_rows[:-1], counts, own_start, stops, np.arange(slots.size), np.full(slots.size, -1)], axis=1
     )
@@ -103,7 +109,7 @@ def _plan_attention(
     partial_counts = np.where(whole, 0, pieces * items[:, 1])
     partial_starts = np.concatenate([[0], np.cumsum(partial_counts)])
     items[:, 5] = np.where(partial_counts > 0, partial_starts[:-1], -1)
-    merge_rows, merge_start, merge_partials = _merge_lists(items, pieces, partial_counts, chunk)
+    merge_rows, merge_start, merge_partials = _merge_lists(items, partial_counts, positions, chunk)
     return PlanArrays(
         positions=positions.astype(np.int32),
         block_table=block_table,
@@ -116,7 +122,7 @@ def _plan_attention(
 
 
 def _shared_chunks(
-    scheduler: Scheduler, block_table: np.ndarray, slots: np.ndarray, stops: np.ndarray, chunk: int
+    scheduler: Scheduler, block_table: np.ndarray, slots: np.ndarray, starts: np.ndarray, chunk: int
 ) -> np.ndarray:
     """For each decoding sequence but the last: the whole leading chunks that it shares with the next, by equal block ids."""
     if slots.size < 2:
@@ -126,12 +132,12 @@ def _shared_chunks(
     num_blocks = scheduler.table.num_blocks[slots]
     common = np.minimum(common, np.minimum(num_blocks[1:], num_blocks[:-1]))
     # The chunk that holds a row's own position stays its own, so that every row reads something alone.
-    limit = (np.minimum(stops[1:], stops[:-1]) - 1) // chunk
+    limit = np.minimum(starts[1:], starts[:-1]) // chunk
     return np.minimum(common * scheduler.config.block_size // chunk, limit)
 
 
 def _shared_items(shared: np.ndarray, chunk: int) -> np.ndarray:
-    """Items [n, 6] for the spans that runs of neighbours share.
+    """Items [n, 6] for the spans that runs of neighbours share, over sequences in place of rows.
 
     Level by level (chunk 0, 1, ...), a run of neighbours that share the chunk is one item. A run that stays the same from chunk 0 on is
     one item over these chunks, folded; behind that each chunk is an item, which costs nothing, since each has its own partial anyway.
@@ -169,9 +175,9 @@ def _shared_items(shared: np.ndarray, chunk: int) -> np.ndarray:
 
 
 def _merge_lists(
-    items: np.ndarray, pieces: np.ndarray, partial_counts: np.ndarray, chunk: int
+    items: np.ndarray, partial_counts: np.ndarray, positions: np.ndarray, chunk: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows that have partials, and for each its partial numbers in ascending position."""
+    """Rows that have partials, and for each its partial numbers in ascending position, but for those that lie behind the row."""
     total = int(partial_counts.sum())
     if total == 0:
         return np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int32), np.zeros(0, dtype=np.int32)
@@ -179,7 +185,8 @@ def _merge_lists(
     within = np.arange(total) - np.repeat(np.concatenate([[0], np.cumsum(partial_counts)])[:-1], partial_counts)
     rows = items[item, 0] + within % items[item, 1]
     position = items[item, 2] + within // items[item, 1] * chunk
-    order = np.lexsort((position, rows))
-    merged, row_counts = np.unique(rows, return_counts=True)
+    numbers = np.flatnonzero(position <= positions[rows])
+    order = np.lexsort((position[numbers], rows[numbers]))
+    merged, row_counts = np.unique(rows[numbers], return_counts=True)
     starts = np.concatenate([[0], np.cumsum(row_counts)])
-    return merged.astype(np.int32), starts.astype(np.int32), order.astype(np.int32)
+    return merged.astype(np.int32), starts.astype(np.int32), numbers[order].astype(np.int32)

@@ -71,6 +71,12 @@ def _lines(outcome: Outcome) -> Iterator[str]:
     yield from _metric(
         "kv_waste_ratio", "Share of the allocated KV slots never filled.", [(job, summary.kv_waste_share)]
     )
+    if summary.roofline is not None:
+        yield from _metric(
+            "roofline_ratio",
+            "Share of what the machine can do that the steps reached.",
+            [(job, summary.roofline.share)],
+        )
 
 
 def _metric(name: str, help_text: str, samples: list[tuple[Mapping[str, str], float]]) -> Iterator[str]:

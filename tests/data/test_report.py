@@ -117,6 +117,14 @@ def write_run(output: Path, *, run_id: str, tokens_per_s: float, seed: int) -> N
         "dtype": "bfloat16",
         "kernels": "native",
         "model": HOSTILE,
+        "drafted_tokens": 5000,
+        "accepted_tokens": 3210,
+        "roofline": {
+            "share": 0.712,
+            "least_s": 427.2,
+            "prefill": {"tokens": 9, "limited_by": "arithmetic"},
+            "decode": {"tokens": 9, "limited_by": "memory bandwidth"},
+        },
     }
     folder.close(status="finished", summary=summary, record=record)
 
@@ -179,6 +187,10 @@ def test_every_figure_of_the_page_equals_plain_sql_over_the_files(output: Path, 
         "longest_step_s": f"select max(seconds) from {steps}",
         "reuse_share": "select 0.6",
         "reuse_ceiling": "select 2 / 3",
+        "roofline_share": "select 0.712",
+        "drafted_tokens": "select 5000",
+        "accepted_tokens": "select 3210",
+        "least_s": "select 427.2",
         "phase both": f"select sum(seconds) from {steps} where num_decode_rows > 0 and num_prefill_rows > 0",
         "phase decode only": f"select sum(seconds) from {steps} where num_prefill_rows = 0 and num_decode_rows > 0",
         "phase prefill only": f"select sum(seconds) from {steps} where num_decode_rows = 0",
@@ -193,6 +205,12 @@ def test_every_figure_of_the_page_equals_plain_sql_over_the_files(output: Path, 
         assert (shown if isinstance(value, str) else float(shown)) == (
             value if isinstance(value, str) else pytest.approx(float(value))
         ), name
+
+
+def test_page_and_text_say_what_the_run_reached_and_what_limits_each_phase(report: Report, page: str) -> None:
+    line = "71% of what this machine can do; prefill is limited by arithmetic, decode by memory bandwidth"
+    assert line in page
+    assert f"  reached     {line}" in report_text(report)
 
 
 def test_curves_add_up_to_the_tokens_of_the_steps(report: Report, output: Path) -> None:

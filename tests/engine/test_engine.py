@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from batchllm.engine.engine import Engine, EngineConfig
+from batchllm.engine.scheduler import Speculation
 from batchllm.plan.plan import make_plan
 from batchllm.prompt import Completion, SamplingParams
 
@@ -37,6 +38,7 @@ def build(list_prompts: Any, stub_decoder: Any, stub_vocabulary: Any) -> Build:
         blocks: int = 200,
         sequences: int = 8,
         decoder: Any = None,
+        speculation: Speculation = "off",
     ) -> Engine:
         store = list_prompts(prompts, params)
         return Engine(
@@ -44,7 +46,7 @@ def build(list_prompts: Any, stub_decoder: Any, stub_vocabulary: Any) -> Build:
             vocabulary=stub_vocabulary,
             store=store,
             plan=make_plan(store, prefix_sharing=True),
-            config=EngineConfig(block_size=4, num_blocks=blocks, max_step_tokens=32, max_sequences=sequences),
+            config=EngineConfig(4, blocks, max_step_tokens=32, max_sequences=sequences, speculation=speculation),
             seed=0,
             started_at=time.monotonic(),
         )
@@ -158,3 +160,23 @@ def test_stopping_early_leaves_the_rest_unanswered(build: Build) -> None:
     answers: list[Completion] = []
     assert not engine.run(deliver=answers.extend, should_stop=lambda: len(answers) > 5)
     assert 5 < len(answers) < 40
+
+
+def test_a_wrong_guess_that_the_model_cannot_take_is_no_error_of_the_row(build: Build, stub_decoder: Any) -> None:
+    first = next_token(20, 6)
+    prompt = [10, 20, first, 50, 12, 10, 20]
+    expected = expected_tokens(prompt, 8)
+    assert 50 not in expected and 63 not in expected
+    engine = build([prompt], [SamplingParams(max_tokens=8)], decoder=stub_decoder(poisoned_token=50), speculation=3)
+    (answer,) = run(engine).values()
+    assert answer.error is None and answer.token_ids == expected
+    assert engine.metrics.drafted_tokens > 0, "the token behind the first one was guessed to be 50"
+
+
+def test_a_row_that_ends_inside_its_guesses_takes_nothing_of_what_follows(build: Build) -> None:
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, stop=("zzzz",), logit_bias=((25, 1e6),))
+    engine = build([[1, 2, 25, 25, 25, 25, 25]], [params], speculation=8)
+    (answer,) = run(engine).values()
+    assert (answer.text, answer.finish_reason, len(answer.token_ids)) == ("", "stop", 4)
+    assert engine.metrics.accepted_tokens == 2, "one came from the prompt, one is always the model's own"
+    assert engine.metrics.completion_tokens == engine.metrics.generated_tokens == 4

@@ -201,7 +201,7 @@ def test_the_second_night_starts_from_the_shared_prefixes_of_the_first(job: Job,
     second = job.engine(request(tmp_path, disk=1000 * BLOCK_BYTES, persist=True), blocks=400)
     answers = run(second)
     assert texts(answers) == expected
-    tree = make_plan(second._store, prefix_sharing=True).tree
+    tree = make_plan(second.records.store, prefix_sharing=True).tree
     shared = int(tree.end[tree.leaf_node].sum())
     assert sum(answer.cached_tokens for answer in answers.values()) == shared
     assert first.metrics.cached_prompt_tokens < shared

@@ -1,0 +1,102 @@
+"""What a run reached of what this machine can do: the machine measured, a run's facts, and both put together (`plan/roofline`)."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from batchllm.engine.metrics import RunMetrics
+from batchllm.models.decoder import Decoder
+from batchllm.ops import Kernels
+from batchllm.plan.roofline import MachineLimits, Roofline, RunFacts, roofline
+from batchllm.plan.work import PlanWork
+
+SHORTEST_S = 0.5
+"""Steps that take less together than measuring the machine say nothing of it."""
+
+_ENOUGH_S = 0.05
+_MOST_REPEATS = 8
+_READ_BYTES = 256 << 20
+"""More than the caches of most machines hold."""
+
+_WEIGHT_SIZE = 2048
+_ROWS_PER_THREAD = 256
+
+
+def run_roofline(work: PlanWork, *, decoder: Decoder, metrics: RunMetrics, max_step_tokens: int) -> Roofline | None:
+    """What a run with `metrics` reached of what `work` asks; None where its steps took too little time to tell.
+
+    Measures the machine once a process, which takes some 0.3 s.
+    """
+    facts = run_facts(metrics, max_step_tokens=max_step_tokens)
+    if facts.steps_s < SHORTEST_S:
+        return None
+    config, itemsize = decoder.config, decoder.dtype.itemsize
+    return roofline(
+        work,
+        model=config,
+        weight_bytes=itemsize,
+        kv_bytes=2 * config.num_kv_heads * config.head_dim * itemsize,
+        facts=facts,
+        limits=measure_limits(decoder.kernels, dtype=decoder.dtype, device=decoder.device),
+    )
+
+
+def run_facts(metrics: RunMetrics, *, max_step_tokens: int) -> RunFacts:
+    """The facts of a run that has ended."""
+    columns = metrics.step_log.columns
+    turns = np.asarray(columns["num_decode_rows"]) - np.asarray(columns["num_accepted"])
+    return RunFacts(
+        max_step_tokens=max_step_tokens,
+        prefill_rows=metrics.computed_prompt_tokens,
+        decode_steps=int((turns > 0).sum()),
+        decode_turns=int(turns.sum()),
+        steps_s=metrics.schedule_s + metrics.model_s + metrics.sample_s,
+    )
+
+
+@functools.cache
+def measure_limits(kernels: Kernels, *, dtype: torch.dtype, device: torch.device) -> MachineLimits:
+    """Measured once a process. The product is the faster of the kernels' own and torch's, both at a size that suits them."""
+    return MachineLimits(_product_rate(kernels, dtype, device), _read_rate(device))
+
+
+def _product_rate(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> float:
+    size = _WEIGHT_SIZE if device.type == "cpu" else 4 * _WEIGHT_SIZE
+    num_rows = min(size, _ROWS_PER_THREAD * max(2, torch.get_num_threads())) if device.type == "cpu" else size
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(size, size, generator=generator).to(device, dtype)
+    rows = torch.randn(num_rows, size, generator=generator).to(device, dtype)
+    packed = kernels.pack_linear(weight)
+    flops = 2.0 * num_rows * size * size
+    return flops / min(
+        _best_s(lambda: kernels.linear(rows, packed), device),
+        _best_s(lambda: torch.nn.functional.linear(rows, weight), device),
+    )
+
+
+def _read_rate(device: torch.device) -> float:
+    # Written first: memory that was never written is one page of zeros, which a cache holds.
+    values = torch.ones(_READ_BYTES // 4, device=device)
+    return values.nbytes / min(
+        _best_s(values.sum, device),
+        _best_s(lambda: torch.linalg.vector_norm(values), device),
+    )
+
+
+def _best_s(run: Callable[[], object], device: torch.device) -> float:
+    """The shortest of a few passes: others on the machine can only make one longer."""
+    seconds: list[float] = []
+    while len(seconds) < _MOST_REPEATS and sum(seconds) < _ENOUGH_S:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return max(min(seconds), 1e-9)
