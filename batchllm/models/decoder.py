@@ -22,6 +22,7 @@ from batchllm.models.gguf_file import read_gguf
 from batchllm.models.gguf_weights import GgufWeights
 from batchllm.models.huggingface_config import huggingface_config
 from batchllm.models.rope_table import rope_table
+from batchllm.models.rotated_weights import RotatedWeights
 from batchllm.models.safetensors_weights import SafetensorsWeights
 from batchllm.models.source import ModelSource
 from batchllm.models.weights import Weights
@@ -67,6 +68,8 @@ class Decoder:
         int8_parts: frozenset[str] = frozenset(),
     ) -> None:
         assert int8_parts <= PARTS, int8_parts
+        if int8_parts:
+            weights = RotatedWeights(weights, config)
 
         def load(name: str) -> torch.Tensor:
             return weights.read(name, dtype).to(device)
@@ -84,10 +87,10 @@ class Decoder:
         self.fingerprint = fingerprint
         if int8_parts:
             # Keys and values of rounded weights are others.
-            self.fingerprint += f" int8: {', '.join(sorted(int8_parts))}"
+            self.fingerprint += f" turned, int8: {', '.join(sorted(int8_parts))}"
         self._scale = config.head_dim**-0.5
         self._embed = load("embed")
-        self._head = pack("head", "embed" if config.tied_embeddings else "lm_head")
+        self._head = pack("head", "embed" if config.tied_embeddings and not int8_parts else "lm_head")
         self._final_norm = load("final_norm")
         self._cos_sin = rope_table(config, num_positions=config.max_context, device=device)
         self._layers: list[_Layer] = []
