@@ -110,7 +110,6 @@ def ways(*, with_parts: bool) -> dict[str, tuple[torch.dtype, frozenset[str]]]:
         "bf16": (bf16, frozenset[str]()),
         "int8, all products": (bf16, PARTS),
         "int8, as engine.weights": (bf16, INT8_PARTS),
-        "int8 weights in fp32": (torch.float32, INT8_PARTS),
     }
     if with_parts:
         found |= {f"only {part}": (bf16, frozenset({part})) for part in sorted(PARTS)}
