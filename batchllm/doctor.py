@@ -266,7 +266,8 @@ def _model(job: Job) -> str:
         return f"{job.model}: not on this machine yet, or in the hub's own cache; a run fetches it"
     source = resolve_model(job.model, base_folder=job.folder, say=lambda line: None)
     config = read_config(source)
-    return f"{source.path}: {config.architecture}, {config.num_layers} layers, context {config.max_context:,}"
+    weights = "" if job.engine.weights == "auto" else f", {job.engine.weights} weights"
+    return f"{source.path}: {config.architecture}, {config.num_layers} layers, context {config.max_context:,}{weights}"
 
 
 def _input(job: Job) -> str:

@@ -106,15 +106,17 @@ class KvSection(Section):
 
 
 class EngineSection(Section):
-    """Where and how fast. None of it but `dtype` changes what a row says.
+    """Where and how fast. None of it but `dtype` and `weights` changes what a row says.
 
     `speculation`: tokens that a row repeats from its own text are drafted and checked in one step; `auto` does so where it pays, a number
     is how many are drafted for each row in every step.
+    `weights: int8` rounds the weights of large products to eight bits; `auto` leaves them in `dtype`.
     `order: input` runs rows as they stand in the input, so that a run that is stopped has done the first ones.
     """
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    weights: Literal["auto", "int8"] = "auto"
     max_step_tokens: AutoCount = "auto"
     max_sequences: AutoCount = "auto"
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
@@ -217,7 +219,8 @@ class Job(Section):
         parts |= {f"sampling.{key}": value for key, value in self.sampling.model_dump(mode="json").items()}
         parts |= {f"output.{key}": value for key, value in self.output.constraint_values().items()}
         parts["stages"] = [stage.model_dump(mode="json", by_alias=True) for stage in self.stages]
-        parts |= {"output.token_ids": self.output.token_ids, "engine.dtype": self.engine.dtype, "seed": self.seed}
+        parts |= {"engine.dtype": self.engine.dtype, "engine.weights": self.engine.weights}
+        parts |= {"output.token_ids": self.output.token_ids, "seed": self.seed}
         parts["date"] = self.date.isoformat()
         return parts
 

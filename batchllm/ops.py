@@ -46,7 +46,7 @@ class Attention(Protocol):
 
 
 class PackLinear(Protocol):
-    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any: ...
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, int8: bool = False) -> Any: ...
 
 
 class LinearRopeWriteKv(Protocol):

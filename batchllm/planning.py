@@ -26,7 +26,7 @@ from batchllm.engine.tier_setup import disk_slots, host_slots
 from batchllm.errors import JobError
 from batchllm.job import Job
 from batchllm.models.config import ModelConfig
-from batchllm.models.decoder import dtype_for
+from batchllm.models.decoder import dtype_for, int8_parts_for
 from batchllm.models.registry import resolve_model
 from batchllm.models.source import ModelSource, read_config
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
@@ -134,12 +134,19 @@ class _Planner:
 
     def rates(self, *, max_sequences: int, before: str | None = None) -> tuple[ObservedRates, str]:
         """What steps cost, and where that comes from: the last run on such a machine, else a measurement now."""
-        device, dtype = str(self._device), dtype_name(self._dtype)
+        weights = self._job.engine.weights
+        device, dtype = str(self._device), dtype_name(self._dtype, weights=weights)
         observed = last_rates(self._job, model=self._source.name, device=device, dtype=dtype, before=before)
         if observed is not None:
             return observed, "the rates that an earlier run of this job observed"
         self._note("no earlier run to go by: measuring this machine for the model's shape")
-        measured = measure_rates(self._config, dtype=self._dtype, device=self._device, max_sequences=max_sequences)
+        measured = measure_rates(
+            self._config,
+            dtype=self._dtype,
+            device=self._device,
+            max_sequences=max_sequences,
+            int8_parts=int8_parts_for(weights),
+        )
         return measured, "a short measurement on this machine, with random weights of the model's shape"
 
     def explain(self, folder: Path, *, limit: int | None) -> JobPlan:

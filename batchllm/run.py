@@ -27,7 +27,7 @@ from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
 from batchllm.engine.transfer import TierSetup
 from batchllm.errors import JobError, OutputError
 from batchllm.job import Job
-from batchllm.models.decoder import Decoder, dtype_for, load_decoder
+from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for, load_decoder
 from batchllm.models.fingerprint import model_fingerprint
 from batchllm.models.registry import resolve_model
 from batchllm.models.source import read_config
@@ -92,6 +92,7 @@ class _Run:
         self._started_at = started_at
         self._device = device_for(job.engine.device)
         self._dtype = dtype_for(job.engine.dtype, self._device)
+        self._dtype_name = dtype_name(self._dtype, weights=job.engine.weights)
         self._kernels = "none"
         self._metrics = RunMetrics()
         self._work = PlanWork()
@@ -293,7 +294,13 @@ class _Run:
         load_started_at = time.monotonic()
         kernels = select_kernels(self._device, head_dim=read_config(source).head_dim)
         self._kernels = kernels.name
-        decoder = load_decoder(source, dtype=self._dtype, device=self._device, kernels=kernels)
+        decoder = load_decoder(
+            source,
+            dtype=self._dtype,
+            device=self._device,
+            kernels=kernels,
+            int8_parts=int8_parts_for(self._job.engine.weights),
+        )
         self._load_s = time.monotonic() - load_started_at
         return decoder
 
@@ -348,7 +355,7 @@ class _Run:
         """What the plan promises, for the run folder: made before the first step, so that it is no hindsight."""
         decoder = engine.decoder
         facts = EngineFacts(kv_shape(decoder), engine.config, decoder.config.max_context)
-        rates = last_rates(self._job, model=model, device=str(self._device), dtype=dtype_name(self._dtype))
+        rates = last_rates(self._job, model=model, device=str(self._device), dtype=self._dtype_name)
         explanation = facts.explain(
             plan,
             store,
@@ -392,7 +399,7 @@ class _Run:
             if metrics.num_allocated_slots
             else 0.0,
             device=str(self._device),
-            dtype=dtype_name(self._dtype),
+            dtype=self._dtype_name,
             kernels=self._kernels,
             model=model,
             too_many_errors=self._errors.reason if self._errors is not None else None,

@@ -52,9 +52,9 @@ def device_for(name: str) -> torch.device:
     return torch.device(name)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32`, `bfloat16`: as the summary names it."""
-    return str(dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype, *, weights: str) -> str:
+    """`float32`, `bfloat16`, `bfloat16 (int8 weights)`: as the summary names it. `weights` is the job's."""
+    return str(dtype).removeprefix("torch.") + ("" if weights == "auto" else f" ({weights} weights)")
 
 
 def job_as_yaml_values(job: Job) -> dict[str, Any]:

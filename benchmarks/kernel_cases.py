@@ -122,10 +122,14 @@ def packed_weight(
 
 
 def linear_answer(x: torch.Tensor, packed: linear.PackedLinear) -> torch.Tensor:
-    weight = packed.weight.cpu().double()
+    weight, rows = packed.weight.cpu().double(), x.cpu().double()
+    if packed.weight.dtype == torch.int8:
+        # Rounding rows is part of the meaning.
+        rounded, row_scale = linear.quantise_rows(x.cpu())
+        rows = rounded.double() * row_scale.double()[:, None]
     if packed.scale is not None:
         weight = weight * packed.scale.cpu().double()[:, None]
-    y = x.cpu().double() @ weight.T
+    y = rows @ weight.T
     return y if packed.bias is None else y + packed.bias.cpu().double()
 
 

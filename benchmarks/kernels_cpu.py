@@ -205,6 +205,31 @@ def measure_linear(kernels: ops.Kernels, *, passes: int) -> dict[str, dict[str, 
     return result
 
 
+def measure_int8(kernels: ops.Kernels, *, passes: int) -> dict[str, dict[str, float]]:
+    """The product over int8 weights, rounding its rows included, over the bf16 one's, by shape and rows."""
+    result: dict[str, dict[str, float]] = {}
+    for name, (out_size, in_size) in LINEAR_SHAPES.items():
+        num_copies = max(1, min(8, 50_000_000 // (out_size * in_size)))
+        weights = [torch.randn(out_size, in_size).bfloat16() for _ in range(num_copies)]
+        plain = [kernels.pack_linear(weight) for weight in weights]
+        rounded = [kernels.pack_linear(weight, int8=True) for weight in weights]
+        result[name] = {}
+        for num_rows in LINEAR_ROWS:
+            if 2.0 * num_rows * out_size * in_size > MAX_FLOPS_A_CALL:
+                continue
+            x = torch.randn(num_rows, in_size).bfloat16()
+            times = best_times(
+                {
+                    "bf16": lambda x=x, plain=plain: [kernels.linear(x, one) for one in plain],
+                    "int8": lambda x=x, rounded=rounded: [kernels.linear(x, one) for one in rounded],
+                },
+                passes=passes,
+            )
+            result[name][str(num_rows)] = round(times["bf16"] / times["int8"], 2)
+            print(f"  {name:20} {num_rows:5} rows  int8 {result[name][str(num_rows)]:5.2f} x bf16", flush=True)
+    return result
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer's weights, packed."""
@@ -294,7 +319,7 @@ def measure_call(passes: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less memory and fewer passes")
-    parser.add_argument("--only", choices=["decode", "prefill", "step", "linear"], help="one part only")
+    parser.add_argument("--only", choices=["decode", "prefill", "step", "linear", "int8"], help="one part only")
     options = parser.parse_args()
     library = native_library.load()
     kernels = ops.native_kernels()
@@ -304,7 +329,7 @@ def main() -> int:
     passes = 3 if options.quick else 7
     num_threads = torch.get_num_threads()
     print(f"{processor_name()}, {num_threads} threads, path {library.path_name()}, torch {torch.__version__}")
-    wanted = [options.only] if options.only else ["decode", "prefill", "step", "linear"]
+    wanted = [options.only] if options.only else ["decode", "prefill", "step", "linear", "int8"]
     measured: dict[str, Any] = {"path": library.path_name(), "threads": num_threads, "call_s": measure_call(passes)}
     num_sequences = 24 if options.quick else 64
     if "decode" in wanted:
@@ -315,6 +340,8 @@ def main() -> int:
         measured |= measure_step(kernels, num_sequences=num_sequences, context=CHUNK, passes=passes)
     if "linear" in wanted:
         measured["linear_vs_onednn"] = measure_linear(kernels, passes=passes)
+    if "int8" in wanted:
+        measured["int8_vs_bf16"] = measure_int8(kernels, passes=passes)
     for line in target_lines(measured):
         print(f"{line.name:58} target {line.target:>8}  measured {line.measured:>8}  {'met' if line.met else 'missed'}")
     print(json.dumps({key: round(value, 6) if isinstance(value, float) else value for key, value in measured.items()}))

@@ -151,7 +151,7 @@ def put_stand_ins() -> None:
         "model_fingerprint": lambda source: "stand-in",
         "read_config": lambda source: decoder.config,
         "load_tokenizer": lambda source: tokenizer,
-        "load_decoder": lambda source, *, dtype, device, kernels: decoder,
+        "load_decoder": lambda source, *, dtype, device, kernels, int8_parts: decoder,
     }
     for name, stand_in in stand_ins.items():
         assert hasattr(run_module, name), f"batchllm.run has no {name} any more"

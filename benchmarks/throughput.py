@@ -1,6 +1,6 @@
 """Output tokens a second on the embedded model, and whether a shared prefix is computed once.
 
-    python benchmarks/throughput.py [--dtype bf16] [--prompts 128] [--tokens 128]
+    python benchmarks/throughput.py [--dtype bf16] [--weights auto] [--prompts 128] [--tokens 128]
 
 Two batches through the engine, the model loaded once. `distinct`: prompts of 128 tokens that share nothing, 128 new tokens each; the
 floor on two cores with AMX is 250 output tok/s. `shared`: a prefix of 512 tokens and a short end of its own for each of 256 prompts: the
@@ -23,7 +23,7 @@ import torch
 from batchllm.engine.engine import Engine, kv_shape
 from batchllm.engine.roofline import run_roofline
 from batchllm.engine.sizing import size_engine
-from batchllm.models.decoder import Decoder, dtype_for, load_decoder
+from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for, load_decoder
 from batchllm.models.registry import resolve_model
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
 from batchllm.ops import select_kernels
@@ -90,6 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bf16", choices=["auto", "bf16", "fp32"])
+    parser.add_argument("--weights", default="auto", choices=["auto", "int8"])
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=128, help="of each prompt, and as many new ones")
     options = parser.parse_args()
@@ -97,7 +98,11 @@ def main() -> None:
     source = resolve_model(options.model, base_folder=Path.cwd())
     tokenizer = load_tokenizer(source)
     decoder = load_decoder(
-        source, dtype=dtype_for(options.dtype, device), device=device, kernels=select_kernels(device)
+        source,
+        dtype=dtype_for(options.dtype, device),
+        device=device,
+        kernels=select_kernels(device),
+        int8_parts=int8_parts_for(options.weights),
     )
     random = np.random.default_rng(0)
     vocabulary = decoder.config.vocab_size
@@ -128,6 +133,7 @@ def main() -> None:
                 "benchmark": "throughput",
                 "model": options.model,
                 "dtype": str(decoder.dtype).removeprefix("torch."),
+                "weights": options.weights,
                 "kernels": decoder.kernels.name,
                 "threads": torch.get_num_threads(),
                 "floor_tokens_per_s": FLOOR_TOKENS_PER_S,

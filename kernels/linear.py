@@ -11,7 +11,7 @@ their sums exact, so y = sum * row scale * channel scale + bias, in float32 and 
 every backend, and a row's bits are its own.
 
 On a GPU a plain product is torch's own, which is at the measured rate by definition. The Triton kernels are for what
-torch lacks: 8-bit weights (half or a quarter of the bytes, widened in registers on their way to the tensor cores),
+torch lacks: 8-bit weights (half or a quarter of the bytes; e4m3 is widened in registers on its way to the tensor cores),
 and the argmax over a vocabulary without writing its logits (256 rows x 128k float32 would be 131 MB a step).
 Neighbouring programs take tiles of the same weight columns, so that weights come from memory once; few rows take
 narrow tiles, so that a layer still fills the device.
@@ -143,6 +143,7 @@ def _scaled_product(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
 def _product_tile(
     x: tl.tensor,
     weight: tl.tensor,
+    row_scale: tl.tensor,
     scale: tl.tensor,
     bias: tl.tensor,
     row: tl.tensor,
@@ -151,6 +152,7 @@ def _product_tile(
     out_size: tl.tensor,
     in_size: tl.tensor,
     row_stride: tl.tensor,
+    HAS_ROW_SCALE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
@@ -158,12 +160,15 @@ def _product_tile(
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
 ) -> tl.tensor:
-    """The float32 tile of y at `row` x `column`. Rows and columns behind the end repeat the last one."""
+    """The float32 tile of y at `row` x `column`. Rows and columns behind the end repeat the last one.
+
+    With scales of rows, x and weights are int8 and their sums int32.
+    """
     depth = tl.arange(0, TILE_DEPTH)
     x_tile = x + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * row_stride + depth[None, :]
     channel = tl.minimum(column, out_size - 1)
     weight_tile = weight + channel.to(tl.int64)[:, None] * in_size + depth[None, :]
-    y = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    y = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.int32 if HAS_ROW_SCALE else tl.float32)
     for start in range(0, in_size, TILE_DEPTH):
         if EVEN_DEPTH:
             left = tl.load(x_tile + start)
@@ -172,7 +177,12 @@ def _product_tile(
             inside = (depth < in_size - start)[None, :]
             left = tl.load(x_tile + start, mask=inside, other=0.0)
             right = tl.load(weight_tile + start, mask=inside, other=0.0)
-        y = product(left, tl.trans(widen(right, left.dtype)), y)
+        if HAS_ROW_SCALE:
+            y = tl.dot(left, tl.trans(right), y, out_dtype=tl.int32)
+        else:
+            y = product(left, tl.trans(widen(right, left.dtype)), y)
+    if HAS_ROW_SCALE:
+        y = y.to(tl.float32) * tl.load(row_scale + tl.minimum(row, num_rows - 1))[:, None]
     if HAS_SCALE:
         y = y * tl.load(scale + channel)[None, :]
     if HAS_BIAS:
@@ -184,6 +194,7 @@ def _product_tile(
 def _linear_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    row_scale: tl.tensor,
     scale: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
@@ -192,6 +203,7 @@ def _linear_kernel(
     in_size: tl.tensor,
     row_stride: tl.tensor,
     out_stride: tl.tensor,
+    HAS_ROW_SCALE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
@@ -213,6 +225,7 @@ def _linear_kernel(
     y = _product_tile(
         x,
         weight,
+        row_scale,
         scale,
         bias,
         row,
@@ -221,6 +234,7 @@ def _linear_kernel(
         out_size,
         in_size,
         row_stride,
+        HAS_ROW_SCALE,
         HAS_SCALE,
         HAS_BIAS,
         EVEN_DEPTH,
@@ -239,6 +253,7 @@ def _linear_kernel(
 def _linear_argmax_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    row_scale: tl.tensor,
     scale: tl.tensor,
     bias: tl.tensor,
     peaks: tl.tensor,
@@ -247,6 +262,7 @@ def _linear_argmax_kernel(
     out_size: tl.tensor,
     in_size: tl.tensor,
     row_stride: tl.tensor,
+    HAS_ROW_SCALE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
@@ -262,6 +278,7 @@ def _linear_argmax_kernel(
         y = _product_tile(
             x,
             weight,
+            row_scale,
             scale,
             bias,
             row,
@@ -270,6 +287,7 @@ def _linear_argmax_kernel(
             out_size,
             in_size,
             row_stride,
+            HAS_ROW_SCALE,
             HAS_SCALE,
             HAS_BIAS,
             EVEN_DEPTH,
@@ -366,15 +384,18 @@ def linear_argmax_triton(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
 
 
 def _product_arguments(x: torch.Tensor, packed: PackedLinear, config: Config) -> dict[str, object]:
+    rows, row_scale = quantise_rows(x) if packed.weight.dtype == torch.int8 else (x, None)
     return {
-        "x": x,
+        "x": rows,
         "weight": as_kernel_operand(packed.weight),
+        "row_scale": row_scale,
         "scale": packed.scale,
         "bias": packed.bias,
         "num_rows": x.shape[0],
         "out_size": packed.out_size,
         "in_size": packed.in_size,
-        "row_stride": x.stride(0),
+        "row_stride": rows.stride(0),
+        "HAS_ROW_SCALE": row_scale is not None,
         "HAS_SCALE": packed.scale is not None,
         "HAS_BIAS": packed.bias is not None,
         "EVEN_DEPTH": packed.in_size % config["tile_depth"] == 0,
@@ -385,10 +406,11 @@ def _product_arguments(x: torch.Tensor, packed: PackedLinear, config: Config) ->
 
 
 def _config(x: torch.Tensor, packed: PackedLinear) -> Config:
-    """Kinds: `int8` and `fp8` weights under a 16-bit x, `half` where both have 16 bits, `float` for a float32 x with
-    any weight."""
+    """Kinds: `int8` weights, whose rows are int8 as well; `fp8` weights under a 16-bit x, `half` where both have 16 bits, `float`
+    for a float32 x with any other weight."""
     kind = {torch.int8: "int8", FP8_DTYPE: "fp8"}.get(packed.weight.dtype, "half")
-    return bounded_config("linear", "float" if x.dtype == torch.float32 else kind, x.shape[0], x.device)
+    is_float = x.dtype == torch.float32 and kind != "int8"
+    return bounded_config("linear", "float" if is_float else kind, x.shape[0], x.device)
 
 
 def linear_add(x: torch.Tensor, packed: PackedLinear, residual: torch.Tensor) -> None:

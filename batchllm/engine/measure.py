@@ -54,7 +54,12 @@ class _Load:
 
 
 def measure_rates(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_sequences: int
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_sequences: int,
+    int8_parts: frozenset[str] = frozenset(),
 ) -> ObservedRates:
     """Times a few forward passes (a second or two on a CPU). `generated_share` is 1: nothing is known of the rows yet."""
     layer_bytes = dtype.itemsize * sum(
@@ -71,6 +76,7 @@ def measure_rates(
         device=device,
         kernels=select_kernels(device, head_dim=config.head_dim),
         fingerprint="",
+        int8_parts=int8_parts,
     )
     bench = _Bench(decoder, max_sequences=max_sequences, layer_scale=config.num_layers / num_layers)
     batches = sorted({1, min(8, max_sequences), min(64, max_sequences), max_sequences})

@@ -22,12 +22,19 @@ from batchllm.models.gguf_file import read_gguf
 from batchllm.models.gguf_weights import GgufWeights
 from batchllm.models.huggingface_config import huggingface_config
 from batchllm.models.rope_table import rope_table
+from batchllm.models.rotated_weights import RotatedWeights
 from batchllm.models.safetensors_weights import SafetensorsWeights
 from batchllm.models.source import ModelSource
 from batchllm.models.weights import Weights
 from batchllm.ops import Kernels
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+PARTS = frozenset({"qkv", "output", "gate_up", "down", "head"})
+"""A decoder's products by name, each of which can have int8 weights."""
+
+INT8_PARTS = frozenset({"qkv", "output", "gate_up", "head"})
+"""The products that `engine.weights: int8` rounds; see docs/performance.md for what each costs in quality."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,8 @@ class _Layer:
 class Decoder:
     """A loaded model. Owns its weights; the KV pool belongs to the caller. Stateless between calls.
 
-    `fingerprint` names the weights (see `model_fingerprint`); `dtype` is that of weights, activations and hidden rows.
+    `fingerprint` names the weights (see `model_fingerprint`) and which of them are rounded; `dtype` is that of weights, activations and
+    hidden rows. Products of `int8_parts`, some of `PARTS`, have int8 weights; embeddings and norms never do.
     """
 
     def __init__(
@@ -57,22 +65,32 @@ class Decoder:
         device: torch.device,
         kernels: Kernels,
         fingerprint: str,
+        int8_parts: frozenset[str] = frozenset(),
     ) -> None:
+        assert int8_parts <= PARTS, int8_parts
+        if int8_parts:
+            weights = RotatedWeights(weights, config)
+
         def load(name: str) -> torch.Tensor:
             return weights.read(name, dtype).to(device)
 
-        def pack(*names: str, biases: tuple[str, ...] = ()) -> Any:
+        def pack(part: str, *names: str, biases: tuple[str, ...] = ()) -> Any:
             bias = torch.cat([load(name) for name in biases]) if biases else None
-            return kernels.pack_linear(load(names[0]) if len(names) == 1 else torch.cat([load(n) for n in names]), bias)
+            weight = load(names[0]) if len(names) == 1 else torch.cat([load(name) for name in names])
+            pack_linear = kernels.pack_linear_gated if part == "gate_up" else kernels.pack_linear
+            return pack_linear(weight, bias, int8=part in int8_parts)
 
         self.config = config
         self.dtype = dtype
         self.device = device
         self.kernels = kernels
         self.fingerprint = fingerprint
+        if int8_parts:
+            # Keys and values of rounded weights are others.
+            self.fingerprint += f" turned, int8: {', '.join(sorted(int8_parts))}"
         self._scale = config.head_dim**-0.5
         self._embed = load("embed")
-        self._head = kernels.pack_linear(self._embed) if config.tied_embeddings else pack("lm_head")
+        self._head = pack("head", "embed" if config.tied_embeddings and not int8_parts else "lm_head")
         self._final_norm = load("final_norm")
         self._cos_sin = rope_table(config, num_positions=config.max_context, device=device)
         self._layers: list[_Layer] = []
@@ -82,11 +100,11 @@ class Decoder:
             self._layers.append(
                 _Layer(
                     attn_norm=load(prefix + "attn_norm"),
-                    qkv=pack(prefix + "q", prefix + "k", prefix + "v", biases=biases),
-                    output=pack(prefix + "o"),
+                    qkv=pack("qkv", prefix + "q", prefix + "k", prefix + "v", biases=biases),
+                    output=pack("output", prefix + "o"),
                     mlp_norm=load(prefix + "mlp_norm"),
-                    gate_up=kernels.pack_linear_gated(torch.cat([load(prefix + "gate"), load(prefix + "up")])),
-                    down=pack(prefix + "down"),
+                    gate_up=pack("gate_up", prefix + "gate", prefix + "up"),
+                    down=pack("down", prefix + "down"),
                 )
             )
 
@@ -147,7 +165,14 @@ class Decoder:
         return self.kernels.linear_argmax(hidden, self._head)
 
 
-def load_decoder(source: ModelSource, *, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> Decoder:
+def load_decoder(
+    source: ModelSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    int8_parts: frozenset[str] = frozenset(),
+) -> Decoder:
     """Reads config and weights, one tensor at a time. Raises ModelError that names what is wrong with which file."""
     if source.kind == "gguf":
         file = read_gguf(source.path)
@@ -156,7 +181,22 @@ def load_decoder(source: ModelSource, *, dtype: torch.dtype, device: torch.devic
     else:
         config = huggingface_config(source.path)
         weights = SafetensorsWeights(source.path, config)
-    return Decoder(config, weights, dtype=dtype, device=device, kernels=kernels, fingerprint=model_fingerprint(source))
+    return Decoder(
+        config,
+        weights,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        fingerprint=model_fingerprint(source),
+        int8_parts=int8_parts,
+    )
+
+
+def int8_parts_for(name: str) -> frozenset[str]:
+    """The products that a job's `weights` rounds: none for `auto`, `INT8_PARTS` for `int8`."""
+    if name not in ("auto", "int8"):
+        raise ModelError(f"weights {name!r} are not known; auto and int8 are")
+    return INT8_PARTS if name == "int8" else frozenset()
 
 
 def dtype_for(name: str, device: torch.device) -> torch.dtype:

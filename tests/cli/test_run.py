@@ -207,3 +207,16 @@ def test_the_job_may_change_its_commands_between_a_stop_and_the_resume(
     parts = sorted((tmp_path / "out" / DATE).glob("*.parquet"))
     assert len(parts) == 2 and pq.read_table(parts).num_rows == 2
     assert pq.read_schema(parts[0]).field("row_index").type == pa.int64()
+
+
+def test_a_job_with_int8_weights_says_so_and_is_not_resumed_without_them(
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
+) -> None:
+    job = write_texts_job(["a", "b c", "d e f"])
+    run = ["run", job, "--date", DATE, "--json"]
+    done = batchllm(*run, "--set", "engine.weights=int8")
+    assert done.exit_code == 0, done.err
+    assert json.loads(done.out)["dtype"] == "float32 (int8 weights)"
+    assert [row[2] for row in rows(tmp_path)] == [None] * 3
+    refused = batchllm(*run)
+    assert refused.exit_code == 1 and "engine.weights" in refused.err

@@ -42,7 +42,8 @@ results.
 
 def _backend_names() -> list[str]:
     library = native_library.load()
-    paths = [] if isinstance(library, str) else library.runnable_paths()
+    # Paths that end in vnni differ in products over int8 weights only: test_linear_int8.py runs them.
+    paths = [] if isinstance(library, str) else [path for path in library.runnable_paths() if "vnni" not in path]
     return ["reference", *(f"native-{path}" for path in paths)]
 
 

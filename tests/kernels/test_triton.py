@@ -124,6 +124,14 @@ def test_linear_adds_into_the_residual(dtype: torch.dtype, kind: str) -> None:
     assert cases.linear_add_share(5, out_size=70, in_size=100, kind=kind, dtype=dtype, device=DEVICE) <= 1
 
 
+@pytest.mark.parametrize("dtype", MODEL_DTYPES)
+def test_int8_products_have_the_bits_of_the_reference(dtype: torch.dtype) -> None:
+    packed = cases.packed_weight(70, 1100, kind="int8", dtype=dtype, device=DEVICE, has_bias=True)
+    x = torch.randn(9, 1100, generator=torch.Generator().manual_seed(2)).to(dtype).to(DEVICE)
+    x[3] = 0
+    assert torch.equal(linear.linear_logits_triton(x, packed), linear.linear_logits(x, packed))
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, FP8_DTYPE])
 def test_quantised_weights_are_within_half_a_step_of_the_channel(dtype: torch.dtype) -> None:
     weight = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)) * torch.arange(6)[:, None]
