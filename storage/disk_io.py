@@ -180,7 +180,9 @@ class IoThread:
                 self.busy_s += time.monotonic() - began_s
             for completion in completions:
                 self._take(completion)
-            self._start_all(submissions)  # keep the disk busy while the blocks that landed are checked
+            if self._landed:
+                self._start_all(submissions)  # keep the disk busy while the blocks that landed are checked
+                submissions.begin()
             while self._landed:
                 self._handled = self._landed.popleft()
                 self._complete(self._handled)
