@@ -13,6 +13,8 @@ import os
 import struct
 from typing import Any
 
+from batchllm.storage.submission import Operation
+
 OPCODE_READ = 22
 OPCODE_WRITE = 23
 
@@ -63,24 +65,25 @@ class Ring:
     def supports(self, opcode: int) -> bool:
         return bool(self._context.probe_opcode_supported(opcode))
 
-    def queue(self, opcode: int, *, file_descriptor: int, address: int, num_bytes: int, offset: int, tag: int) -> None:
-        """Put an operation into the submission ring; the kernel sees it with the next `submit`. The ring has room."""
+    def queue(self, opcode: int, file_descriptor: int, operation: Operation) -> None:
+        """Put an operation of this kind into the submission ring; the kernel sees it with the next `submit`. The ring has room."""
         entry = self._get_entry(self._handle)
         assert entry is not None, "the submission ring is full"
         if self._entries is None:
             # The first entry handed out is the first of the array.
             self._first_entry = entry
             self._entries = (ctypes.c_char * (self._num_entries * _ENTRY.size)).from_address(entry)
+        tag, _is_write, view, address, offset = operation
         place = entry - self._first_entry
-        _ENTRY.pack_into(self._entries, place, opcode, 0, 0, file_descriptor, offset, address, num_bytes, 0, tag)
+        _ENTRY.pack_into(self._entries, place, opcode, 0, 0, file_descriptor, offset, address, view.nbytes, 0, tag)
 
     def submit(self) -> int:
         """Hand over what is queued; how many operations the kernel took. OSError: none, they stay queued."""
         return _checked(self._submit(self._handle))
 
-    def submit_and_wait(self) -> int:
-        """`submit`, then sleep until there is a completion."""
-        return _checked(self._submit_and_wait(self._handle, 1))
+    def submit_and_wait(self, num_completions: int) -> int:
+        """`submit`, then sleep until there are so many completions."""
+        return _checked(self._submit_and_wait(self._handle, num_completions))
 
     def peek(self) -> tuple[int, int] | None:
         """(tag, result) of a completion, if there is one."""

@@ -15,6 +15,7 @@ from batchllm.storage.threads_io import ThreadQueue
 
 _SYS_IO_URING_SETUP = 425  # the same on x86-64, arm64 and riscv
 _WAKE_TAG = 0
+_COMPLETIONS_AT_ONCE = 4
 _TRY_AGAIN = (errno.EAGAIN, errno.EBUSY, errno.EINTR)
 
 
@@ -35,22 +36,23 @@ class UringQueue:
         if not all(self._ring.supports(code) for code in (OPCODE_READ, OPCODE_WRITE)):
             self._ring.close()
             raise OSError(errno.EOPNOTSUPP, "this kernel's io_uring has no plain read and write")
+        self._depth = depth
         self._num_in_flight = 0
         self._num_queued = 0
         # A read of this counter is always in the ring, so that one wait covers completions and new requests alike.
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._wake_buffer = ctypes.c_uint64()
+        self._wake_operation = Operation(
+            tag=_WAKE_TAG,
+            is_write=False,
+            view=memoryview(self._wake_buffer).cast("B"),
+            address=ctypes.addressof(self._wake_buffer),
+            offset=0,
+        )
         self._arm_wake()
 
     def submit(self, operation: Operation) -> None:
-        self._ring.queue(
-            OPCODE_WRITE if operation.is_write else OPCODE_READ,
-            file_descriptor=self._fd,
-            address=operation.address,
-            num_bytes=operation.view.nbytes,
-            offset=operation.offset,
-            tag=operation.tag,
-        )
+        self._ring.queue(OPCODE_WRITE if operation.is_write else OPCODE_READ, self._fd, operation)
         self._num_in_flight += 1
         self._num_queued += 1
 
@@ -62,7 +64,7 @@ class UringQueue:
         completions: list[Completion] = []
         woken = self._reap(completions)
         while not completions and not woken:
-            taken = self._hand_over(self._ring.submit_and_wait)
+            taken = self._hand_over(self._submit_and_wait)
             woken = self._reap(completions)
             if not taken and self._num_queued and not completions and not woken:
                 # The kernel is out of room and nothing has completed: give it a moment, it may not owe us a completion.
@@ -81,15 +83,14 @@ class UringQueue:
             os.close(self._wake_fd)
 
     def _arm_wake(self) -> None:
-        self._ring.queue(
-            OPCODE_READ,
-            file_descriptor=self._wake_fd,
-            address=ctypes.addressof(self._wake_buffer),
-            num_bytes=8,
-            offset=0,
-            tag=_WAKE_TAG,
-        )
+        self._ring.queue(OPCODE_READ, self._wake_fd, self._wake_operation)
         self._num_queued += 1
+
+    def _submit_and_wait(self) -> int:
+        # With a deep queue the disk has enough to do while a few more complete, and one wake serves them all.
+        return self._ring.submit_and_wait(
+            _COMPLETIONS_AT_ONCE if 2 * self._num_in_flight > max(self._depth, 2 * _COMPLETIONS_AT_ONCE) else 1
+        )
 
     def _hand_over(self, submit: Callable[[], int]) -> bool:
         """Whether the kernel took something of what is queued."""

@@ -127,17 +127,17 @@ class RefusingRing:
         self.codes = codes
         self.num_queued = 0
 
-    def queue(self, opcode: int, **where: int) -> None:
+    def queue(self, opcode: int, file_descriptor: int, operation: Operation) -> None:
         self.num_queued += 1
-        self._ring.queue(opcode, **where)
+        self._ring.queue(opcode, file_descriptor, operation)
 
     def submit(self) -> int:
         self._refuse()
         return self._ring.submit()
 
-    def submit_and_wait(self) -> int:
+    def submit_and_wait(self, num_completions: int) -> int:
         self._refuse()
-        return self._ring.submit_and_wait()
+        return self._ring.submit_and_wait(num_completions)
 
     def _refuse(self) -> None:
         if self.codes:
