@@ -2,7 +2,7 @@
 reports it.
 
 For a store it checks the bytes in, writes header and payload as one operation and reports the end; for a load it
-reads the frame, and copies nothing out before header and checksum have proved that these are the bytes asked for.
+reads the frame, and reports bytes only if header and checksum have proved that these are the ones asked for.
 What does not lie in a frame of the caller's goes through a bounce frame of the thread's own, so cached blocks and I/O
 never compete for memory.
 """
@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from batchllm.storage.frame import PAGE_BYTES, Frame, Frames, Header, checksum, copy_bytes, read_header, write_header
+from batchllm.kernels.checksum import copy_checksum
+from batchllm.storage.frame import PAGE_BYTES, Frame, Frames, Header, checksum, fill_frame, read_header, write_header
 from batchllm.storage.submission import Completion, Operation, SubmissionQueue
 from batchllm.storage.tier import MissCause, Outcome, Transfer, TransferKind, payload_view
 
@@ -242,8 +243,7 @@ class IoThread:
         if request.transfer.kind is TransferKind.STORE:
             payload = request.frame.payload
             if not isinstance(request.buffer, Frame):
-                view = payload_view(request.buffer, block_bytes=payload.nbytes)
-                copy_bytes(source=view, target=payload)
+                fill_frame(request.frame, payload_view(request.buffer, block_bytes=payload.nbytes))
             known = request.frame.payload_checksum
             header = Header(
                 request.transfer.key,
@@ -323,14 +323,24 @@ class IoThread:
         if request.transfer.kind is TransferKind.STORE:
             self._finish(request, Outcome.DONE)
             return
-        cause = check_frame(request.frame, key=request.transfer.key, fingerprint=self._fingerprint)
-        if cause is not None:
+        cause = self._check(request, request.frame)
+        if cause is None:
+            self._finish(request, Outcome.DONE)
+        else:
             self._finish(request, Outcome.CORRUPT, cause=cause)
-            return
-        if not isinstance(request.buffer, Frame):
-            view = payload_view(request.buffer, block_bytes=request.frame.payload.nbytes)
-            copy_bytes(source=request.frame.payload, target=view)
-        self._finish(request, Outcome.DONE)
+
+    def _check(self, request: Request, frame: Frame) -> MissCause | None:
+        """Why a frame read from disk is not the block asked for; None where it is, and lies in the caller's buffer."""
+        header = check_header(frame, key=request.transfer.key, fingerprint=self._fingerprint)
+        if isinstance(header, MissCause):
+            return header
+        if isinstance(request.buffer, Frame):
+            value = checksum(frame.payload)
+        else:
+            # Summed on the way: of damaged bytes the caller is told that they are none.
+            view = payload_view(request.buffer, block_bytes=frame.payload.nbytes)
+            value = copy_checksum(source=frame.payload, target=view)
+        return None if value == header.payload_checksum else MissCause.CHECKSUM
 
     def _finish_io_error(self, request: Request, code: int) -> None:
         cause = MissCause.IO_ERROR if request.transfer.kind is TransferKind.LOAD else None
@@ -375,15 +385,19 @@ class IoThread:
         return True
 
 
-def check_frame(frame: Frame, *, key: bytes, fingerprint: bytes) -> MissCause | None:
-    """Why a frame read from disk is not the block asked for; None where it is."""
+def check_header(frame: Frame, *, key: bytes, fingerprint: bytes) -> Header | MissCause:
+    """The header of a frame read from disk, or why the frame is not the block asked for."""
     header = read_header(frame.whole[:PAGE_BYTES])
     if header is None or header.payload_bytes != frame.payload.nbytes:
         return MissCause.HEADER
     if header.fingerprint != fingerprint:
         return MissCause.OTHER_MODEL
-    if header.key != key:
-        return MissCause.OTHER_KEY
-    if header.payload_checksum != checksum(frame.payload):
-        return MissCause.CHECKSUM
-    return None
+    return header if header.key == key else MissCause.OTHER_KEY
+
+
+def check_frame(frame: Frame, *, key: bytes, fingerprint: bytes) -> MissCause | None:
+    """Why a frame read from disk is not the block asked for; None where it is."""
+    header = check_header(frame, key=key, fingerprint=fingerprint)
+    if isinstance(header, MissCause):
+        return header
+    return None if header.payload_checksum == checksum(frame.payload) else MissCause.CHECKSUM
