@@ -4,9 +4,11 @@
 
 Each round writes and reads the same number of blocks with fio (io_uring, O_DIRECT) and with `DiskTier`, one after the
 other, at the same block size, depth and file system. Shares are the median over rounds of tier rate over fio rate in
-the same round. Blocks are written as the tiered store writes them: copied into a frame, summed there, then stored.
-`cpu_us_per_block` is all CPU of this process, kernel included, less that copy, which is the host tier's: checksum,
-headers, bookkeeping, submission and reaping; the mean of a write and a read, each also given. `fio` must be installed.
+the same round. Blocks are written as the tiered store writes them: copied into a frame and summed on the way, then
+stored; they are read into frames. `cpu_us_per_block` is all CPU of this process, kernel included, less that copy, which is
+the host tier's, or what a plain copy takes where that is less: checksum, headers, bookkeeping, submission and reaping; the
+mean of a write and a read, each also given. `fill_us` and `copy_us` are the copy with its sum and a plain copy, `read_us` is
+what reading a block from memory once takes one core, a floor for a read. `fio` must be installed.
 The last line is one JSON object.
 """
 
@@ -21,11 +23,13 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchllm.kernels.native import library as native_library
 from batchllm.storage.disk import DiskOptions, DiskTier
-from batchllm.storage.frame import Frame, Frames, checksum, copy_bytes, frame_stride
+from batchllm.storage.frame import Frame, Frames, checksum, copy_bytes, fill_frame, frame_stride
 from batchllm.storage.tier import Outcome, Transfer
 
 
@@ -60,8 +64,35 @@ class Pass:
     cpu_s: float
 
 
-def tier_passes(folder: Path, *, block_bytes: int, num_blocks: int, depth: int) -> tuple[Pass, Pass, str]:
-    """(write, read, backend) of a fresh disk tier."""
+@dataclass(frozen=True, slots=True)
+class Floors:
+    """CPU seconds of one core a block, in memory that no cache holds: a copy, a copy with its sum, a read."""
+
+    copy_s: float
+    fill_s: float
+    read_s: float
+
+
+def memory_floors(buffers: list[Frame], sources: list[memoryview]) -> Floors:
+    """Medians over all buffers, which together are larger than the caches."""
+
+    def median_s(work: Callable[[Frame, memoryview], object]) -> float:
+        times = []
+        for frame, source in zip(buffers, sources, strict=True):
+            began_s = time.thread_time()
+            work(frame, source)
+            times.append(time.thread_time() - began_s)
+        return statistics.median(times)
+
+    return Floors(
+        copy_s=median_s(lambda frame, source: copy_bytes(source=source, target=frame.payload)),
+        fill_s=median_s(fill_frame),
+        read_s=median_s(lambda frame, source: checksum(frame.payload)),
+    )
+
+
+def tier_passes(folder: Path, *, block_bytes: int, num_blocks: int, depth: int) -> tuple[Pass, Pass, Floors, str]:
+    """(write, read, floors, backend) of a fresh disk tier."""
     tier = DiskTier(
         folder,
         fingerprint=bytes(32),
@@ -71,19 +102,32 @@ def tier_passes(folder: Path, *, block_bytes: int, num_blocks: int, depth: int) 
     )
     frames = Frames(num_frames=2 * depth, block_bytes=block_bytes)
     buffers = [frame for frame in iter(frames.take, None) if frame is not None]
-    sources = [memoryview(bytes([index % 251 + 1]) * block_bytes) for index in range(2 * depth)]
-    for frame, source in zip(buffers, sources, strict=True):
+    pool = Frames(num_frames=2 * depth, block_bytes=block_bytes)  # memory like the block pool's
+    sources = [frame.payload for frame in iter(pool.take, None) if frame is not None]
+    for index, (frame, source) in enumerate(zip(buffers, sources, strict=True)):
+        source[:] = bytes([index % 251 + 1]) * block_bytes
         copy_bytes(source=source, target=frame.payload)  # first touch
     keys = [hashlib.blake2b(index.to_bytes(8, "little"), digest_size=32).digest() for index in range(num_blocks)]
-    write = run_pass(tier, keys, buffers, sources)
+    floors = memory_floors(buffers, sources)
+    write = run_pass(tier, keys, buffers, sources, most_copy_s=floors.copy_s)
     read = run_pass(tier, keys, buffers, None)
     backend = tier.backend
     tier.close()
-    return write, read, backend
+    return write, read, floors, backend
 
 
-def run_pass(tier: DiskTier, keys: list[bytes], buffers: list[Frame], sources: list[memoryview] | None) -> Pass:
-    """Move all keys with every buffer in flight: writes of `sources` in turn, or reads where there are none."""
+def run_pass(
+    tier: DiskTier,
+    keys: list[bytes],
+    buffers: list[Frame],
+    sources: list[memoryview] | None,
+    *,
+    most_copy_s: float = 0.0,
+) -> Pass:
+    """Move all keys with every buffer in flight: writes of `sources` in turn, or reads where there are none.
+
+    What filling a frame takes does not count up to `most_copy_s` a block.
+    """
     idle, waiting, num_done = deque(buffers), deque(enumerate(keys)), 0
     busy: dict[int, tuple[Transfer, Frame]] = {}
     copy_s = 0.0
@@ -96,9 +140,8 @@ def run_pass(tier: DiskTier, keys: list[bytes], buffers: list[Frame], sources: l
                 transfer = tier.load(key, frame)
             else:
                 copy_began_s = time.thread_time()
-                copy_bytes(source=sources[index % len(sources)], target=frame.payload)
-                copy_s += time.thread_time() - copy_began_s
-                frame.payload_checksum = checksum(frame.payload)
+                fill_frame(frame, sources[index % len(sources)])
+                copy_s += min(time.thread_time() - copy_began_s, most_copy_s)
                 transfer = tier.store(key, frame)
             busy[id(transfer)] = (transfer, frame)
         for transfer in tier.poll(timeout_s=10.0):
@@ -120,17 +163,19 @@ def main() -> None:
     arguments = parser.parse_args()
     stride = frame_stride(arguments.block_bytes)
     write_shares, read_shares, write_cpu_s, read_cpu_s, backend = [], [], [], [], ""
+    all_floors: list[Floors] = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         for index in range(arguments.rounds):
             fio = fio_rates(folder, stride=stride, num_blocks=arguments.blocks, depth=arguments.depth)
-            write, read, backend = tier_passes(
+            write, read, floors, backend = tier_passes(
                 folder, block_bytes=arguments.block_bytes, num_blocks=arguments.blocks, depth=arguments.depth
             )
             write_shares.append(write.bytes_per_s / fio[0])
             read_shares.append(read.bytes_per_s / fio[1])
             write_cpu_s.append(write.cpu_s)
             read_cpu_s.append(read.cpu_s)
+            all_floors.append(floors)
             print(
                 f"round {index}, GB/s: fio writes {fio[0] / 1e9:.2f} reads {fio[1] / 1e9:.2f}, "
                 f"tier writes {write.bytes_per_s / 1e9:.2f} reads {read.bytes_per_s / 1e9:.2f}; "
@@ -144,9 +189,13 @@ def main() -> None:
         "cpu_us_per_block": round(sum(cpu_us) / 2, 1),
         "cpu_us_write": round(cpu_us[0], 1),
         "cpu_us_read": round(cpu_us[1], 1),
+        "copy_us": round(statistics.median(floors.copy_s for floors in all_floors) * 1e6, 1),
+        "fill_us": round(statistics.median(floors.fill_s for floors in all_floors) * 1e6, 1),
+        "read_us": round(statistics.median(floors.read_s for floors in all_floors) * 1e6, 1),
         "stride_bytes": stride,
         "depth": arguments.depth,
         "backend": backend,
+        "native": isinstance(native_library.load(), native_library.Library),
     }
     print(json.dumps(result))
 

@@ -190,6 +190,7 @@ class DiskTier:
         return transfer
 
     def poll(self, timeout_s: float = 0.0) -> list[Transfer]:
+        self._io.hurry()
         may_wait = timeout_s > 0 and not self._finished and self._counters.num_in_flight > 0
         while True:
             try:
@@ -201,6 +202,7 @@ class DiskTier:
                 self._end_store(request)
             else:
                 self._end_load(request)
+        self._io.hurry()  # a load that ended may have let a write begin
         finished, self._finished = self._finished, []
         return finished
 

@@ -2,7 +2,7 @@
 reports it.
 
 For a store it checks the bytes in, writes header and payload as one operation and reports the end; for a load it
-reads the frame, and copies nothing out before header and checksum have proved that these are the bytes asked for.
+reads the frame, and reports bytes only if header and checksum have proved that these are the ones asked for.
 What does not lie in a frame of the caller's goes through a bounce frame of the thread's own, so cached blocks and I/O
 never compete for memory.
 """
@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from batchllm.storage.frame import PAGE_BYTES, Frame, Frames, Header, checksum, copy_bytes, read_header, write_header
+from batchllm.kernels.checksum import copy_checksum
+from batchllm.storage.frame import PAGE_BYTES, Frame, Frames, Header, checksum, fill_frame, read_header, write_header
 from batchllm.storage.submission import Completion, Operation, SubmissionQueue
 from batchllm.storage.tier import MissCause, Outcome, Transfer, TransferKind, payload_view
 
@@ -27,6 +28,7 @@ log = logging.getLogger("batchllm.storage")
 MAX_RETRIES = 256
 _TRY_AGAIN = (errno.EAGAIN, errno.EBUSY, errno.EINTR)
 _PAUSE_S = 0.001
+_GROUP = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +84,9 @@ class IoThread:
         self._granule = PAGE_BYTES if is_direct else 1
         self._scan = scan
         self._clock = clock
+        # Requests go to the kernel in groups while that many are under way: each wake, system call and ring of the disk's
+        # bell then serves several, and the disk still never lacks work.
+        self._group = max(1, min(_GROUP, depth // 4))
         self._bounce = Frames(num_frames=2 * depth, block_bytes=block_bytes)  # in flight, and landed
         self._stride = self._bounce.stride
         self._inbox: deque[Request] = deque()
@@ -101,16 +106,30 @@ class IoThread:
         self._ready.wait()
 
     def submit(self, request: Request) -> None:
-        """Hand over a request; from the tier's thread."""
+        """Hand over a request; from the tier's thread.
+
+        The thread is woken for a load, and for stores once they make a group; see `hurry`.
+        """
         with self._lock:
             if not self._has_ended:
                 self._inbox.append(request)
-                # Awake or with all of its depth in flight, the thread finds the request by itself.
-                if self._is_idle and self._queue is not None:
-                    self._is_idle = False
-                    self._queue.wake()
+                if request.transfer.kind is TransferKind.LOAD or len(self._inbox) >= self._group:
+                    self._wake()
                 return
         self._finish_io_error(request, errno.EIO)
+
+    def hurry(self) -> None:
+        """See to it that what was handed over is begun as far as that keeps the disk busy; from the tier's thread."""
+        if self._inbox and self._is_idle and len(self._in_flight) < self._group:
+            with self._lock:
+                if not self._has_ended:
+                    self._wake()
+
+    def _wake(self) -> None:
+        # Awake or with all of its depth in flight, the thread finds requests by itself.
+        if self._is_idle and self._queue is not None:
+            self._is_idle = False
+            self._queue.wake()
 
     def close(self) -> None:
         """End all requests, then the thread."""
@@ -171,8 +190,8 @@ class IoThread:
             began_s = time.monotonic()
             was_busy = bool(self._in_flight)
             # Set before the last look at the inbox: a request is either seen there or wakes the wait.
-            self._is_idle = len(self._in_flight) < self._depth
-            if self._is_idle and self._inbox and not self._again:
+            self._is_idle = self._has_room()
+            if not self._again and self._may_start():
                 continue
             completions = submissions.wait()
             self._is_idle = False
@@ -180,7 +199,9 @@ class IoThread:
                 self.busy_s += time.monotonic() - began_s
             for completion in completions:
                 self._take(completion)
-            self._start_all(submissions)  # keep the disk busy while the blocks that landed are checked
+            if self._landed:
+                self._start_all(submissions)  # keep the disk busy while the blocks that landed are checked
+                submissions.begin()
             while self._landed:
                 self._handled = self._landed.popleft()
                 self._complete(self._handled)
@@ -188,6 +209,8 @@ class IoThread:
 
     def _start_all(self, submissions: SubmissionQueue) -> None:
         """Put in flight what there is room for: first what has to go again, then what is new."""
+        if not self._may_start():
+            return
         while len(self._in_flight) < self._depth and (self._again or self._inbox):
             is_again = bool(self._again)
             request = self._handled = self._again.popleft() if is_again else self._inbox.popleft()
@@ -195,6 +218,20 @@ class IoThread:
                 self._prepare(request)
             if not self._submit(submissions, request):
                 return
+
+    def _has_room(self) -> bool:
+        num_in_flight = len(self._in_flight)
+        return num_in_flight < self._group or num_in_flight + self._group <= self._depth
+
+    def _may_start(self) -> bool:
+        """Whether something waits that should go now: not less than a group while the disk has enough to do, but for loads."""
+        if self._again:
+            return len(self._in_flight) < self._depth
+        if not self._inbox or not self._has_room():
+            return False
+        if len(self._in_flight) < self._group or len(self._inbox) >= self._group:
+            return True
+        return any(request.transfer.kind is TransferKind.LOAD for request in list(self._inbox))
 
     def _prepare(self, request: Request) -> None:
         """Give the request its frame; for a store, fill frame and header."""
@@ -206,16 +243,15 @@ class IoThread:
         if request.transfer.kind is TransferKind.STORE:
             payload = request.frame.payload
             if not isinstance(request.buffer, Frame):
-                view = payload_view(request.buffer, block_bytes=payload.nbytes)
-                copy_bytes(source=view, target=payload)
+                fill_frame(request.frame, payload_view(request.buffer, block_bytes=payload.nbytes))
             known = request.frame.payload_checksum
             header = Header(
-                key=request.transfer.key,
-                fingerprint=self._fingerprint,
-                payload_bytes=payload.nbytes,
-                payload_checksum=checksum(payload) if known is None else known,
-                generation=request.generation,
-                written_s=self._clock(),
+                request.transfer.key,
+                self._fingerprint,
+                payload.nbytes,
+                checksum(payload) if known is None else known,
+                request.generation,
+                self._clock(),
             )
             write_header(request.frame.whole[:PAGE_BYTES], header)
 
@@ -223,12 +259,13 @@ class IoThread:
         """Whether to go on submitting: not after a refusal, which asks to reap completions first."""
         assert request.frame is not None
         tag, self._next_tag = self._next_tag, self._next_tag + 1
+        frame, num_moved = request.frame, request.num_moved
         operation = Operation(
-            tag=tag,
-            is_write=request.transfer.kind is TransferKind.STORE,
-            view=request.frame.whole[request.num_moved :],
-            address=request.frame.address + request.num_moved,
-            offset=request.offset + request.num_moved,
+            tag,
+            request.transfer.kind is TransferKind.STORE,
+            frame.whole[num_moved:] if num_moved else frame.whole,
+            frame.address + num_moved,
+            request.offset + num_moved,
         )
         try:
             submissions.submit(operation)
@@ -286,14 +323,24 @@ class IoThread:
         if request.transfer.kind is TransferKind.STORE:
             self._finish(request, Outcome.DONE)
             return
-        cause = check_frame(request.frame, key=request.transfer.key, fingerprint=self._fingerprint)
-        if cause is not None:
+        cause = self._check(request, request.frame)
+        if cause is None:
+            self._finish(request, Outcome.DONE)
+        else:
             self._finish(request, Outcome.CORRUPT, cause=cause)
-            return
-        if not isinstance(request.buffer, Frame):
-            view = payload_view(request.buffer, block_bytes=request.frame.payload.nbytes)
-            copy_bytes(source=request.frame.payload, target=view)
-        self._finish(request, Outcome.DONE)
+
+    def _check(self, request: Request, frame: Frame) -> MissCause | None:
+        """Why a frame read from disk is not the block asked for; None where it is, and lies in the caller's buffer."""
+        header = check_header(frame, key=request.transfer.key, fingerprint=self._fingerprint)
+        if isinstance(header, MissCause):
+            return header
+        if isinstance(request.buffer, Frame):
+            value = checksum(frame.payload)
+        else:
+            # Summed on the way: of damaged bytes the caller is told that they are none.
+            view = payload_view(request.buffer, block_bytes=frame.payload.nbytes)
+            value = copy_checksum(source=frame.payload, target=view)
+        return None if value == header.payload_checksum else MissCause.CHECKSUM
 
     def _finish_io_error(self, request: Request, code: int) -> None:
         cause = MissCause.IO_ERROR if request.transfer.kind is TransferKind.LOAD else None
@@ -338,15 +385,19 @@ class IoThread:
         return True
 
 
-def check_frame(frame: Frame, *, key: bytes, fingerprint: bytes) -> MissCause | None:
-    """Why a frame read from disk is not the block asked for; None where it is."""
+def check_header(frame: Frame, *, key: bytes, fingerprint: bytes) -> Header | MissCause:
+    """The header of a frame read from disk, or why the frame is not the block asked for."""
     header = read_header(frame.whole[:PAGE_BYTES])
     if header is None or header.payload_bytes != frame.payload.nbytes:
         return MissCause.HEADER
     if header.fingerprint != fingerprint:
         return MissCause.OTHER_MODEL
-    if header.key != key:
-        return MissCause.OTHER_KEY
-    if header.payload_checksum != checksum(frame.payload):
-        return MissCause.CHECKSUM
-    return None
+    return header if header.key == key else MissCause.OTHER_KEY
+
+
+def check_frame(frame: Frame, *, key: bytes, fingerprint: bytes) -> MissCause | None:
+    """Why a frame read from disk is not the block asked for; None where it is."""
+    header = check_header(frame, key=key, fingerprint=fingerprint)
+    if isinstance(header, MissCause):
+        return header
+    return None if header.payload_checksum == checksum(frame.payload) else MissCause.CHECKSUM

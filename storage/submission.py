@@ -39,6 +39,9 @@ class SubmissionQueue(Protocol):
         again).
         """
 
+    def begin(self) -> None:
+        """Let the kernel see what was accepted, together; `wait` does so too."""
+
     def wait(self) -> list[Completion]:
         """Block until something completes or `wake` is called; all completions there are (none after a mere wake)."""
 

@@ -33,6 +33,9 @@ class ThreadQueue:
         self._num_in_flight += 1
         self._requests.put(operation)
 
+    def begin(self) -> None:
+        """Nothing to do: each operation went to a thread as it came."""
+
     def wait(self) -> list[Completion]:
         completions: list[Completion] = []
         item = self._completions.get()

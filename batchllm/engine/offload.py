@@ -6,13 +6,14 @@ evicts and what an earlier run kept are found in the same way, and nothing else 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from batchllm.engine.blocks import BlockPool
+from batchllm.engine.node_order import SoonestUseFirst
 from batchllm.plan.tree import PrefixTree
 from batchllm.storage.keys import block_key
 
@@ -92,7 +93,7 @@ class Offload:
         self._block_size = block_size
         self._node_keys: dict[int, list[bytes]] = {}
         self._saved_nodes: dict[int, list[bytes]] = {}
-        self._near_nodes: set[int] = set()
+        self._far_nodes = SoonestUseFirst()  # of the saved nodes, those that were not brought near since
         self._restores: dict[int, _Restore] = {}
         self._slot_of_ticket: dict[int, int] = {}
         self._arriving: set[bytes] = set()
@@ -102,14 +103,14 @@ class Offload:
         return len(self._restores)
 
     def save_node(
-        self, path: list[int], *, blocks: list[int], tail: int, tokens: np.ndarray, next_use: float, last_use: bool
+        self, path: list[int], *, blocks: list[int], tail: int, tokens: np.ndarray, next_use: int, last_use: bool
     ) -> None:
         """The tree lets go of the last node of `path`: keep what will be needed, or what a later run may need (`last_use`)."""
         node = path[-1]
         if last_use and not self.persist:
             for key in self._saved_nodes.pop(node, ()):
                 self._mover.drop(key)
-            self._near_nodes.discard(node)
+            self._far_nodes.discard(node)
             self._node_keys.pop(node, None)
             return
         size, end = self._block_size, int(self._tree.end[node])
@@ -123,7 +124,7 @@ class Offload:
         for number, (key, block) in enumerate(zip(names, held, strict=True), start=first):
             self._save(key, block, next_use=_use_at(next_use, number), keep=self.persist)
         self._saved_nodes[node] = names
-        self._near_nodes.discard(node)
+        self._far_nodes.put(node, next_use)
 
     def save_sequence(self, path: list[int], *, tokens: np.ndarray, blocks: np.ndarray, position: int) -> None:
         """A preempted sequence's own KV: `tokens` are those computed, `blocks` all its blocks. What nodes own is theirs to save."""
@@ -187,19 +188,12 @@ class Offload:
                 finished.append((slot, (restore.blocks_before + restore.loaded.index(False)) * self._block_size))
         return finished
 
-    def prefetch(self, next_uses: Iterable[tuple[int, float]], *, position: int) -> None:
-        """Brings near what is needed soon. `next_uses`: (saved node, next use) pairs, of `saved_nodes`."""
-        for node, next_use in next_uses:
-            if next_use <= position + _PREFETCH_POSITIONS:
-                self._near_nodes.add(node)
-                first = int(self._tree.start[node]) // self._block_size
-                for number, key in enumerate(self._saved_nodes[node], start=first):
-                    self._mover.prefetch(key, _use_at(next_use, number))
-
-    @property
-    def saved_nodes(self) -> list[int]:
-        """Nodes with blocks in the tiers that were not brought near since."""
-        return [node for node in self._saved_nodes if node not in self._near_nodes]
+    def prefetch(self, use_of: Callable[[int], int], *, position: int) -> None:
+        """Brings near what is needed soon after plan position `position`. `use_of`: a node's next use, as seen from there."""
+        for node, next_use in self._far_nodes.pop_until(position + _PREFETCH_POSITIONS, use_of):
+            first = int(self._tree.start[node]) // self._block_size
+            for number, key in enumerate(self._saved_nodes[node], start=first):
+                self._mover.prefetch(key, _use_at(next_use, number))
 
     def _save(self, key: bytes, block: int, *, next_use: float, keep: bool) -> None:
         if not self._mover.save(key, block, next_use=next_use, recompute_tokens=self._block_size, keep=keep):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from batchllm.engine.blocks import BlockPool
+from batchllm.engine.node_order import EvictionOrder, FarthestUseFirst, LeastRecentFirst
 from batchllm.engine.offload import Offload
 from batchllm.plan.lifetime import NEVER, NextUses
 from batchllm.plan.tree import PrefixTree
@@ -66,10 +67,14 @@ class TreeResidency:
         self._tree = tree
         self._next_uses = next_uses
         self._offload = offload
-        self._evict_least_recent = evict_least_recent
         self._pool = pool
         self._block_size = block_size
         self._nodes: dict[int, _NodeBlocks] = {}
+        self._order: EvictionOrder = (
+            LeastRecentFirst(lambda node: self._nodes[node].last_step, tree.end)
+            if evict_least_recent
+            else FarthestUseFirst(next_uses, tree.end)
+        )
         # References that nodes hold, by block: nested nodes may keep one block as the tail of each.
         self._num_holders = np.zeros(pool.num_blocks, dtype=np.int32)
         self._num_waiting = (tree.last - tree.first).astype(np.int64)
@@ -139,6 +144,7 @@ class TreeResidency:
             if resident is None:
                 kept = None if self._offload is None else tokens[:end].copy()
                 resident = self._nodes[node] = _NodeBlocks(first, kept, last_step=step)
+                self._order.add(node)
             self._fresh.add(node)
             next_block = first + len(resident.blocks)
             complete = min(stop, end) // size
@@ -167,22 +173,19 @@ class TreeResidency:
 
         A node whose next use, at plan position `position` or after, is farthest goes first, and of nested nodes the deepest.
         """
-        if self._evict_least_recent:
-            order = sorted(self._nodes, key=lambda node: (self._nodes[node].last_step, -int(self._tree.end[node])))
-        else:
-            uses = {node: self._next_uses.of(node, position) for node in self._nodes}
-            order = sorted(uses, key=lambda node: (-uses[node], -int(self._tree.end[node])))
-        for node in order:
-            if self._pool.num_free >= num_blocks:
-                break
-            if node not in keep and self._is_idle(node):
+        passed = []
+        while self._pool.num_free < num_blocks and (node := self._order.pop(position)) is not None:
+            if node in keep or not self._is_idle(node):
+                passed.append(node)
+            else:
                 self._release(node, next_use=self._next_uses.of(node, position))
+        for node in passed:
+            self._order.add(node)
 
     def prefetch(self, position: int) -> None:
         """Brings near what left the pool and is needed soon after plan position `position`."""
         if self._offload is not None:
-            saved = self._offload.saved_nodes
-            self._offload.prefetch([(node, self._next_uses.of(node, position)) for node in saved], position=position)
+            self._offload.prefetch(lambda node: self._next_uses.of(node, position), position=position)
 
     def _is_idle(self, node: int) -> bool:
         """Whether only the tree owns one of the node's blocks, so that evicting it, and others that hold it, frees something."""
@@ -199,6 +202,7 @@ class TreeResidency:
         resident = self._nodes.pop(node, None)
         if resident is None:
             return
+        self._order.discard(node)
         if self._offload is not None and resident.tokens is not None:
             self._offload.save_node(
                 self._path_to(node),

@@ -149,3 +149,7 @@ EXPORT void batchllm_copy_blocks(void* to, int64_t to_stride, const int64_t* to_
                                  const int64_t* from_ids, int64_t count, int64_t num_bytes) {
   copy_whole(static_cast<char*>(to), to_stride, to_ids, static_cast<const char*>(from), from_stride, from_ids, count, num_bytes);
 }
+
+EXPORT uint64_t batchllm_copy_checksum(void* to, const void* from, int64_t num_bytes) {
+  return copy_checksum(to, from, num_bytes, current().load(std::memory_order_relaxed) >= kAvx512);
+}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "linear": ((*_LINEAR, c_int32), None),
     "linear_rope_write_kv": ((*_LINEAR, *_ROPE), None),
     "copy_blocks": ((c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64), None),
+    "copy_checksum": ((c_void_p, c_void_p, c_int64), c_uint64),
 }
 
 
@@ -62,6 +63,7 @@ class Library:
     linear: Any
     linear_rope_write_kv: Any
     copy_blocks: Any
+    copy_checksum: Any
 
     def path_name(self) -> str:
         """The path that runs now."""

@@ -100,6 +100,9 @@ void linear_int8_avx512_vnni(const LinearCall& call);
 enum ScratchSlot { kScratchUnits, kScratchCall, kScratchPartials, kScratchThread, kNumScratchSlots };
 void* scratch(ScratchSlot slot, size_t num_bytes);
 
+// Copies `num_bytes`, more than 240, and returns their XXH3 of 64 bits. On the calling thread alone.
+uint64_t copy_checksum(void* to, const void* from, int64_t num_bytes, bool has_avx512);
+
 // Repeats body(state, index) for each index below count on torch's threads; `grain` indexes at least a thread.
 int num_threads();
 

@@ -77,6 +77,9 @@ class FaultyQueue:
         else:
             self._inner.submit(operation)
 
+    def begin(self) -> None:
+        self._inner.begin()
+
     def wait(self) -> list[Completion]:
         completions = self._inner.wait() + self._made_up
         self._made_up = []

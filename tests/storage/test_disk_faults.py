@@ -77,6 +77,9 @@ class FaultyQueue:
             operation = operation._replace(view=operation.view[: faults.shorten.pop()])
         self._inner.submit(operation)
 
+    def begin(self) -> None:
+        self._inner.begin()
+
     def wait(self) -> list[Completion]:
         completions = self._inner.wait() + self._made_up
         self._made_up = []
@@ -439,7 +442,7 @@ def test_a_file_whose_writer_was_killed_gives_right_blocks_or_misses(
 ) -> None:
     from batchllm.storage.keys import block_key
 
-    numbers = {block_key(bytes(32), [number]): number for number in range(200)}
+    numbers = {block_key(bytes(32), [number]): number for number in range(200)} | {b"n" * 32: 999}
     num_hits = 0
     for attempt in range(4):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -66,6 +66,9 @@ class WeatherQueue:
         else:
             self._inner.submit(operation)
 
+    def begin(self) -> None:
+        self._inner.begin()
+
     def wait(self) -> list[Completion]:
         completions = self._inner.wait() + self._made_up
         self._made_up = []
