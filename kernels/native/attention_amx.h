@@ -88,7 +88,10 @@ class TileEngine {
       if (s < steps) score<2>(tile, 2 * s);
     }
     amx::barrier();
-    for (int c = 0; c < num_columns; ++c) softmax(c, visible[c], steps, result.m + c, result.l + c, ahead);
+    find_maxima(visible, num_columns, result.m);
+    int c = 0;
+    for (; c + 2 <= num_columns; c += 2) softmax<2>(c, visible + c, steps, result.m + c, result.l + c, ahead);
+    if (c < num_columns) softmax<1>(c, visible + c, steps, result.m + c, result.l + c, ahead);
     if (direct_) {
       for (int first = 0; first < head_dim_; first += 64) weigh_direct(steps, first, num_columns, result.a, ahead);
       return;
@@ -252,28 +255,46 @@ class TileEngine {
 
   static __mmask16 lanes(int count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : __mmask16((1u << count) - 1); }
 
-  void softmax(int column, int visible, int steps, float* m, float* l, Ahead<bf16>& ahead) const {
-    const float* s = scores_ + column * kScoreStride;
-    bf16* to = weights_ + column * kWeightStride;
-    __m512 peak = _mm512_set1_ps(-__builtin_inff());
-    const int whole = visible / 16 * 16;
-    for (int i = 0; i < whole; i += 16) peak = _mm512_max_ps(peak, _mm512_loadu_ps(s + i));
-    if (whole < visible) peak = _mm512_mask_max_ps(peak, lanes(visible - whole), peak, _mm512_loadu_ps(s + whole));
-    *m = _mm512_reduce_max_ps(peak) * scale_;
-    const __m512 factor = _mm512_set1_ps(scale_), offset = _mm512_set1_ps(-*m);
-    __m512 even_sum = _mm512_setzero_ps(), odd_sum = _mm512_setzero_ps();
-    for (int i = 0; i < 32 * steps; i += 32) {
-      __m512 even = power(_mm512_fmadd_ps(_mm512_loadu_ps(s + i), factor, offset));
-      __m512 odd = power(_mm512_fmadd_ps(_mm512_loadu_ps(s + i + 16), factor, offset));
-      if (i + 32 > visible) {
-        even = _mm512_maskz_mov_ps(lanes(visible - i), even);
-        odd = _mm512_maskz_mov_ps(lanes(visible - i - 16), odd);
-      }
-      even_sum = _mm512_add_ps(even_sum, even), odd_sum = _mm512_add_ps(odd_sum, odd);
-      _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
-      ahead.ask(1);
+  // Maxima of the columns' visible scores, times the scale. All before the first power, so that no column waits for another.
+  void find_maxima(const int32_t* visible, int num_columns, float* m) const {
+    const __m512 nothing = _mm512_set1_ps(-__builtin_inff());
+    for (int c = 0; c < num_columns; ++c) {
+      const float* s = scores_ + c * kScoreStride;
+      const int whole = visible[c] / 16 * 16;
+      __m512 peaks[4] = {nothing, nothing, nothing, nothing};
+      int i = 0;
+      for (; i + 64 <= whole; i += 64)
+        for (int k = 0; k < 4; ++k) peaks[k] = _mm512_max_ps(peaks[k], _mm512_loadu_ps(s + i + 16 * k));
+      for (; i < whole; i += 16) peaks[0] = _mm512_max_ps(peaks[0], _mm512_loadu_ps(s + i));
+      if (i < visible[c]) peaks[1] = _mm512_mask_max_ps(peaks[1], lanes(visible[c] - i), peaks[1], _mm512_loadu_ps(s + i));
+      m[c] = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(peaks[0], peaks[1]), _mm512_max_ps(peaks[2], peaks[3]))) * scale_;
     }
-    *l = _mm512_reduce_add_ps(_mm512_add_ps(even_sum, odd_sum));
+  }
+
+  // Weights of N columns from `column` on, which take turns: one alone would wait for its own results.
+  template <int N>
+  void softmax(int column, const int32_t* visible, int steps, const float* m, float* l, Ahead<bf16>& ahead) const {
+    const __m512 factor = _mm512_set1_ps(scale_);
+    __m512 offset[N], even_sum[N], odd_sum[N];
+    for (int n = 0; n < N; ++n) {
+      offset[n] = _mm512_set1_ps(-m[n]);
+      even_sum[n] = odd_sum[n] = _mm512_setzero_ps();
+    }
+    for (int i = 0; i < 32 * steps; i += 32) {
+      for (int n = 0; n < N; ++n) {
+        const float* s = scores_ + (column + n) * kScoreStride + i;
+        __m512 even = power(_mm512_fmadd_ps(_mm512_loadu_ps(s), factor, offset[n]));
+        __m512 odd = power(_mm512_fmadd_ps(_mm512_loadu_ps(s + 16), factor, offset[n]));
+        if (i + 32 > visible[n]) {
+          even = _mm512_maskz_mov_ps(lanes(visible[n] - i), even);
+          odd = _mm512_maskz_mov_ps(lanes(visible[n] - i - 16), odd);
+        }
+        even_sum[n] = _mm512_add_ps(even_sum[n], even), odd_sum[n] = _mm512_add_ps(odd_sum[n], odd);
+        _mm512_storeu_si512(weights_ + (column + n) * kWeightStride + i, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+      }
+      ahead.ask(N);
+    }
+    for (int n = 0; n < N; ++n) l[n] = _mm512_reduce_add_ps(_mm512_add_ps(even_sum[n], odd_sum[n]));
   }
 
   template <int N>
