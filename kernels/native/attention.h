@@ -8,7 +8,7 @@
 //   void pack_query(tile, pointers, num_columns)       the tile's columns: head_dim numbers at each pointer
 //   void pack_chunk(chunk, num_tiles, ahead)           the chunk's keys and values, for that many tiles of columns
 //   void multiply(tile, visible, num_columns, result, ahead)
-//                                                      one chunk of one tile: column c sees its first visible[c] positions
+//                                                      one chunk of one or two tiles: column c sees its first visible[c] positions
 //
 // Both call ahead.ask() as they go along, so that the memory is at work while they compute.
 //
@@ -22,7 +22,7 @@ namespace batchllm {
 namespace BATCHLLM_PATH {
 
 inline constexpr float kLog2E = 1.44269504f;
-inline constexpr int kUnitTiles = kUnitColumns / kTileColumns;
+inline constexpr int kPairColumns = 2 * kTileColumns;  // two tiles that are multiplied together: each key is loaded once for both
 
 constexpr int round_up(int a, int b) { return (a + b - 1) / b * b; }
 
@@ -115,7 +115,7 @@ void run_unit(const AttentionCall& call, const AttentionUnit& unit, const Attent
   const int num_tiles = (unit.num_columns + kTileColumns - 1) / kTileColumns;
   const Partials running = {state, state + kUnitColumns * width, state + kUnitColumns * (width + 1)};
   float* scratch_partial = state + kUnitColumns * (width + 2);
-  const Partials chunk_partial = {scratch_partial, scratch_partial + kTileColumns * width, scratch_partial + kTileColumns * (width + 1)};
+  const Partials chunk_partial = {scratch_partial, scratch_partial + kPairColumns * width, scratch_partial + kPairColumns * (width + 1)};
 
   int64_t column_head[kUnitColumns];  // row * num_heads + head
   int32_t column_position[kUnitColumns];
@@ -144,9 +144,9 @@ void run_unit(const AttentionCall& call, const AttentionUnit& unit, const Attent
     Ahead<T> ahead = {next_chunk, head_dim * int(sizeof(T))};
     const int count = chunk->count;
     engine.pack_chunk(*chunk, num_tiles, ahead);
-    for (int t = 0; t < num_tiles; ++t) {
-      const int first = t * kTileColumns, columns = unit.num_columns - first < kTileColumns ? unit.num_columns - first : kTileColumns;
-      int32_t visible[kTileColumns] = {};
+    for (int first = 0; first < unit.num_columns; first += kPairColumns) {
+      const int columns = unit.num_columns - first < kPairColumns ? unit.num_columns - first : kPairColumns;
+      int32_t visible[kPairColumns] = {};
       bool any = false;
       for (int c = 0; c < columns; ++c) {
         const int seen = column_position[first + c] - start + 1;
@@ -154,13 +154,17 @@ void run_unit(const AttentionCall& call, const AttentionUnit& unit, const Attent
         any |= visible[c] > 0;
       }
       if (!any) continue;
-      const Partials tile_running = {running.a + int64_t(first) * width, running.m + first, running.l + first};
+      const Partials pair_running = {running.a + int64_t(first) * width, running.m + first, running.l + first};
       const bool is_first = folds && start == 0;  // every row sees position 0
-      const Partials& target = is_first ? tile_running : chunk_partial;
-      engine.multiply(t, visible, columns, target, ahead);
+      const Partials& target = is_first ? pair_running : chunk_partial;
+      engine.multiply(first / kTileColumns, visible, columns, target, ahead);
       if (is_first) continue;
       if (folds) {
-        fold(tile_running, chunk_partial, visible, columns, width);
+        for (int c = 0; c < columns; c += kTileColumns) {
+          const Partials left = {pair_running.a + c * width, pair_running.m + c, pair_running.l + c};
+          const Partials right = {chunk_partial.a + c * width, chunk_partial.m + c, chunk_partial.l + c};
+          fold(left, right, visible + c, columns - c < kTileColumns ? columns - c : kTileColumns, width);
+        }
         continue;
       }
       for (int c = 0; c < columns; ++c) {
@@ -220,7 +224,7 @@ void run_attention(const AttentionCall& call) {
   std::memset(call.out, 0, sizeof(T) * call.num_rows * call.num_heads * call.head_dim);
   int64_t num_units = 0;
   const AttentionUnit* units = attention_units(call, &num_units);
-  const size_t state_floats = (kUnitColumns + kTileColumns) * (width + 2);
+  const size_t state_floats = (kUnitColumns + kPairColumns) * (width + 2);
   int64_t num_taken = 0;  // units that threads have taken, each one before it needs it
 #pragma omp parallel if (num_units + call.num_merge_rows > 1)
   {

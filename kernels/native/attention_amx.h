@@ -13,8 +13,8 @@ class TileEngine {
 
   static size_t scratch_bytes(int head_dim) {
     const int depth = round_up(head_dim, 32), width = round_up(head_dim, 16);
-    return sizeof(bf16) * (size_t(kUnitColumns) * depth + size_t(kChunk) * (depth + width) + 16 * kWeightStride) + sizeof(float) * 16 * kScoreStride +
-           sizeof(float) * (16 * kChunk + 4 * 256);
+    return sizeof(bf16) * (size_t(kUnitColumns) * depth + size_t(kChunk) * (depth + width) + kPairColumns * kWeightStride) +
+           sizeof(float) * (kPairColumns * kScoreStride + 16 * kChunk + 4 * 256);
   }
 
   TileEngine(const AttentionCall& call, char* memory)
@@ -27,8 +27,8 @@ class TileEngine {
     keys_ = query_ + size_t(kUnitColumns) * depth_tiles_ * 32;
     values_ = keys_ + size_t(kChunk) * depth_tiles_ * 32;
     weights_ = values_ + size_t(kChunk) * width_tiles_ * 16;
-    scores_ = reinterpret_cast<float*>(weights_ + 16 * kWeightStride);
-    turned_ = scores_ + 16 * kScoreStride;
+    scores_ = reinterpret_cast<float*>(weights_ + kPairColumns * kWeightStride);
+    turned_ = scores_ + kPairColumns * kScoreStride;
     sums_ = turned_ + 16 * kChunk;
   }
 
@@ -82,6 +82,8 @@ class TileEngine {
     amx::barrier();
     if (direct_) {
       score_direct(steps, num_columns, ahead);
+    } else if (num_columns > kTileColumns) {
+      for (int s = 0; s < steps; ++s) score_pair(tile, 2 * s);
     } else {
       int s = 0;
       for (; s + 2 <= steps; s += 2) score<4>(tile, 2 * s);
@@ -98,10 +100,13 @@ class TileEngine {
     }
     int w = 0;
     amx::barrier();
+    if (num_columns > kTileColumns)
+      for (; w + 2 <= width_tiles_; w += 2) weigh_pair(steps, w, result.a);
     for (; w + 4 <= width_tiles_; w += 4) weigh<4>(steps, w, result.a);
     if (width_tiles_ - w == 3) weigh<3>(steps, w, result.a);
     if (width_tiles_ - w == 2) weigh<2>(steps, w, result.a);
     if (width_tiles_ - w == 1) weigh<1>(steps, w, result.a);
+    if (width_tiles_ - w == 1 && num_columns > kTileColumns) weigh<1>(steps, w, result.a, kTileColumns);
     amx::barrier();
   }
 
@@ -185,6 +190,29 @@ class TileEngine {
       _tile_stored(2, scores_ + 16 * first + 32, kScoreStride * 4);
       _tile_stored(3, scores_ + 16 * first + 48, kScoreStride * 4);
     }
+  }
+
+  // Scores of two tiles of columns over two tiles of positions.
+  void score_pair(int tile, int first) const {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int k = 0; k < depth_tiles_; ++k) {
+      _tile_loadd(4, query_tile(tile, k), 64);
+      _tile_loadd(6, key_tile(first, k), 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, key_tile(first + 1, k), 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, query_tile(tile + 1, k), 64);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    float* lower = scores_ + 16 * kScoreStride;
+    _tile_stored(0, scores_ + 16 * first, kScoreStride * 4);
+    _tile_stored(1, scores_ + 16 * first + 16, kScoreStride * 4);
+    _tile_stored(2, lower + 16 * first, kScoreStride * 4);
+    _tile_stored(3, lower + 16 * first + 16, kScoreStride * 4);
   }
 
   // 16 positions' keys as they lie; where blocks do not hold them in a row, a copy with zeros behind the chunk. What lies behind the
@@ -297,14 +325,15 @@ class TileEngine {
     for (int n = 0; n < N; ++n) l[n] = _mm512_reduce_add_ps(_mm512_add_ps(even_sum[n], odd_sum[n]));
   }
 
+  // N tiles of the head for the columns from `column` on.
   template <int N>
-  void weigh(int steps, int w, float* a) const {
+  void weigh(int steps, int w, float* a, int column = 0) const {
     _tile_zero(0);
     if constexpr (N > 1) _tile_zero(1);
     if constexpr (N > 2) _tile_zero(2);
     if constexpr (N > 3) _tile_zero(3);
     for (int s = 0; s < steps; ++s) {
-      _tile_loadd(4, weights_ + 32 * s, kWeightStride * 2);
+      _tile_loadd(4, weights_ + column * kWeightStride + 32 * s, kWeightStride * 2);
       _tile_loadd(5, value_tile(s, w), 64);
       _tile_dpbf16ps(0, 4, 5);
       if constexpr (N > 1) {
@@ -321,10 +350,35 @@ class TileEngine {
       }
     }
     const int stride = width_tiles_ * 16 * int(sizeof(float));
+    a += column * width_tiles_ * 16;
     _tile_stored(0, a + 16 * w, stride);
     if constexpr (N > 1) _tile_stored(1, a + 16 * (w + 1), stride);
     if constexpr (N > 2) _tile_stored(2, a + 16 * (w + 2), stride);
     if constexpr (N > 3) _tile_stored(3, a + 16 * (w + 3), stride);
+  }
+
+  // Two tiles of the head for two tiles of columns.
+  void weigh_pair(int steps, int w, float* a) const {
+    const bf16* lower = weights_ + 16 * kWeightStride;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int s = 0; s < steps; ++s) {
+      _tile_loadd(4, weights_ + 32 * s, kWeightStride * 2);
+      _tile_loadd(6, value_tile(s, w), 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, value_tile(s, w + 1), 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, lower + 32 * s, kWeightStride * 2);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    const int width = width_tiles_ * 16;
+    _tile_stored(0, a + 16 * w, width * 4);
+    _tile_stored(1, a + 16 * (w + 1), width * 4);
+    _tile_stored(2, a + 16 * width + 16 * w, width * 4);
+    _tile_stored(3, a + 16 * width + 16 * (w + 1), width * 4);
   }
 
   // B operands of 32 positions' values, up to 64 of the head from `first` on: tiles 2 w and 2 w + 1 hold the lower and the upper four of
@@ -396,8 +450,8 @@ class TileEngine {
   bf16* query_;
   bf16* keys_;
   bf16* values_;
-  bf16* weights_;  // [16, kWeightStride]
-  float* scores_;  // [16, kScoreStride]
+  bf16* weights_;  // [kPairColumns, kWeightStride]
+  float* scores_;  // [kPairColumns, kScoreStride]
   float* turned_;  // direct: [kChunk, columns_]
   float* sums_;    // direct: [4 tiles, 16, 16]
 };

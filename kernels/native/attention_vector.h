@@ -33,7 +33,7 @@ class VectorEngine {
 
   static size_t scratch_bytes(int head_dim) {
     const int width = round_up(head_dim, 16);
-    return sizeof(float) * (size_t(kUnitColumns) * head_dim + size_t(head_dim) * kKeyStride + size_t(kChunk) * width + 16 * kScoreStride);
+    return sizeof(float) * (size_t(kUnitColumns) * head_dim + size_t(head_dim) * kKeyStride + size_t(kChunk) * width + kPairColumns * kScoreStride);
   }
 
   VectorEngine(const AttentionCall& call, char* memory)
@@ -162,7 +162,7 @@ class VectorEngine {
   float* query_;
   float* keys_;    // [head_dim, kKeyStride]: transposed
   float* values_;  // [kChunk, width]
-  float* scores_;  // [16, kScoreStride]
+  float* scores_;  // [kPairColumns, kScoreStride]
 };
 
 }  // namespace BATCHLLM_PATH
