@@ -14,11 +14,13 @@ import numpy as np
 import torch
 
 from batchllm.engine.blocks import num_blocks_for
+from batchllm.engine.device_copies import CudaCopies
 from batchllm.engine.grammar import GrammarMasks
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.pool import KvShape, make_pool
 from batchllm.engine.sampling import LogprobEntry, Sampler
 from batchllm.engine.scheduler import KvTiers, ScheduledStep, Scheduler, SchedulerConfig, WaitingSequence
+from batchllm.engine.staged_mover import StagedMover
 from batchllm.engine.step import StepBatch, build_step
 from batchllm.engine.stopping import Stopping
 from batchllm.engine.transfer import HostMover, TierSetup
@@ -30,6 +32,9 @@ from batchllm.storage.cost import Rate
 
 _TRANSFER_WAIT_S = 1.0
 """How long a step that can run nothing waits for a block from a tier before it looks again."""
+
+_STAGING_SLOTS = 64
+"""Blocks on their way between a GPU and the tiers."""
 
 _MAX_LOGIT_ROWS = 128
 """Rows whose logits exist at once: 25 MB for a vocabulary of 49,152."""
@@ -183,9 +188,12 @@ class Engine:
         )
         self._records: dict[int, _Record] = {}
         self._is_noted = np.zeros(config.max_sequences, dtype=bool)
-        self.mover = None
-        if tiers is not None:
+        self.mover: HostMover | StagedMover | None = None
+        if tiers is not None and decoder.device.type == "cpu":
             self.mover = HostMover(pool=self._kv, store=tiers.store, costs=tiers.costs)
+        elif tiers is not None:
+            copies = CudaCopies(self._kv, num_slots=_STAGING_SLOTS)
+            self.mover = StagedMover(copies=copies, store=tiers.store, costs=tiers.costs)
         self._refused: list[Completion] = []
         self.scheduler = Scheduler(
             config=SchedulerConfig(
