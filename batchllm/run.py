@@ -332,7 +332,7 @@ class _Run:
     def _open_tiers(self, decoder: Decoder, plan: Plan) -> TierSetup | None:
         settings, shape = self._job.engine, kv_shape(decoder)
         kv, block_size = settings.kv, settings.block_size
-        if self._device.type != "cpu" and (kv.host or kv.disk):
+        if self._device.type not in ("cpu", "cuda") and (kv.host or kv.disk):
             raise JobError(f"engine.kv: tiers are not supported on {self._device.type} yet; leave host and disk out")
         disk = None
         if kv.disk is not None:

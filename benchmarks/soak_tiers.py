@@ -24,11 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tiers import BLOCK_SIZE, TINY, Batch, NoVocabulary, RandomWeights, Workload, stage
+from tiers import BLOCK_SIZE, TINY, Batch, NoVocabulary, Workload, stage
 
 from batchllm.engine.engine import Engine, EngineConfig, kv_shape
 from batchllm.engine.transfer import TierSetup
 from batchllm.models.decoder import Decoder
+from batchllm.models.random_model import RandomWeights
 from batchllm.ops import select_kernels
 from batchllm.prompt import Completion
 from batchllm.storage.cost import CostTable, Rate
@@ -219,7 +220,12 @@ def main() -> None:
     choices, totals = random.Random(arguments.seed), Totals()
     device = torch.device("cpu")
     decoder = Decoder(
-        TINY, RandomWeights(), dtype=torch.float32, device=device, kernels=select_kernels(device), fingerprint="soak"
+        TINY,
+        RandomWeights(TINY, scale=0.1),
+        dtype=torch.float32,
+        device=device,
+        kernels=select_kernels(device),
+        fingerprint="soak",
     )
     ends_s = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory() as name:

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,10 +37,9 @@ from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.sizing import most_blocks
 from batchllm.engine.tier_report import report_tiers
 from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
-from batchllm.models.config import ModelConfig, RopeConfig
 from batchllm.models.decoder import Decoder, dtype_for, load_decoder
+from batchllm.models.random_model import SMALL, RandomWeights
 from batchllm.models.registry import resolve_model
-from batchllm.models.weights import canonical_shapes
 from batchllm.ops import select_kernels
 from batchllm.plan.plan import Plan, make_plan
 from batchllm.plan.store import PromptStore
@@ -49,35 +48,7 @@ from batchllm.storage.keys import KeyScope
 
 BLOCK_SIZE = 16
 
-TINY = ModelConfig(
-    architecture="llama",
-    hidden_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=1,
-    head_dim=16,
-    intermediate_size=128,
-    vocab_size=512,
-    max_context=2048,
-    rms_eps=1e-5,
-    rope=RopeConfig(theta=10000.0),
-    tied_embeddings=True,
-    qkv_bias=False,
-    bos_id=None,
-    eos_ids=frozenset(),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class RandomWeights:
-    """Weights of the tiny model: nothing is read from them but their shapes."""
-
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        shape = canonical_shapes(TINY)[name]
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=dtype)
-        generator = torch.Generator().manual_seed(len(name))
-        return (torch.randn(shape, generator=generator) * 0.1).to(dtype)
+TINY = replace(SMALL, num_kv_heads=1, intermediate_size=128, vocab_size=512, max_context=2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +239,12 @@ def main() -> None:
             figures["setup_s"] = round(statistics.median(outcome.setup_s for outcome in outcomes["disk"]), 2)
         if arguments.only != "job":
             tiny = Decoder(
-                TINY, RandomWeights(), dtype=torch.float32, device=device, kernels=kernels, fingerprint="tiny"
+                TINY,
+                RandomWeights(TINY, scale=0.1),
+                dtype=torch.float32,
+                device=device,
+                kernels=kernels,
+                fingerprint="tiny",
             )
             batch = stage(workload, decoder=tiny, folder=scratch / "useless")
             run(batch, num_blocks=20_000, request=None)

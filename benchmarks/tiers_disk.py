@@ -27,9 +27,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchllm.kernels.checksum import copy_checksum
 from batchllm.kernels.native import library as native_library
 from batchllm.storage.disk import DiskOptions, DiskTier
-from batchllm.storage.frame import Frame, Frames, checksum, copy_bytes, fill_frame, frame_stride
+from batchllm.storage.frame import Frame, Frames, checksum, copy_bytes, frame_stride
 from batchllm.storage.tier import Outcome, Transfer
 
 
@@ -86,7 +87,7 @@ def memory_floors(buffers: list[Frame], sources: list[memoryview]) -> Floors:
 
     return Floors(
         copy_s=median_s(lambda frame, source: copy_bytes(source=source, target=frame.payload)),
-        fill_s=median_s(fill_frame),
+        fill_s=median_s(lambda frame, source: copy_checksum(source=source, target=frame.payload)),
         read_s=median_s(lambda frame, source: checksum(frame.payload)),
     )
 
@@ -140,7 +141,7 @@ def run_pass(
                 transfer = tier.load(key, frame)
             else:
                 copy_began_s = time.thread_time()
-                fill_frame(frame, sources[index % len(sources)])
+                frame.payload_checksum = copy_checksum(source=sources[index % len(sources)], target=frame.payload)
                 copy_s += min(time.thread_time() - copy_began_s, most_copy_s)
                 transfer = tier.store(key, frame)
             busy[id(transfer)] = (transfer, frame)

@@ -6,11 +6,14 @@ second cache level if it fits there.
 
 from __future__ import annotations
 
-import sys
+import ctypes
+import functools
 from collections.abc import Callable
 
 import numpy as np
 import xxhash
+
+from batchllm.kernels.native.library import load
 
 _SMALLEST_BYTES = 4096
 """Below this, and in any case up to 240 bytes, for which XXH3 is another function, the reference is as good."""
@@ -23,7 +26,7 @@ def copy_checksum_reference(*, source: memoryview, target: memoryview) -> int:
 
 
 def copy_checksum(*, source: memoryview, target: memoryview) -> int:
-    """The same value, in one pass where the native library is in use. Other Python threads run meanwhile."""
+    """The same value, in one pass where the native library is there. Other Python threads run meanwhile."""
     native = _native() if target.nbytes >= _SMALLEST_BYTES else None
     if native is None:
         return copy_checksum_reference(source=source, target=target)
@@ -32,13 +35,14 @@ def copy_checksum(*, source: memoryview, target: memoryview) -> int:
     return int(native(_address(target), _address(source), source.nbytes))
 
 
+@functools.cache
 def _native() -> Callable[[int, int, int], int] | None:
-    """The native function in a process that has the native kernels; others do without, since loading them loads torch."""
-    module = sys.modules.get("batchllm.kernels.native.library")
-    library = "not imported" if module is None else module.load()
+    library = load()
     return None if isinstance(library, str) else library.copy_checksum
 
 
 def _address(view: memoryview) -> int:
+    if not view.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address

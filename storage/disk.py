@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchllm.storage.disk_io import IoThread, Request, SlotScan
-from batchllm.storage.frame import Frame, Header, frame_stride
+from batchllm.storage.frame import CopyChecksum, Frame, Header, copy_checksum, frame_stride
 from batchllm.storage.ring import open_queue
 from batchllm.storage.store_file import open_store_file, slot_offset
 from batchllm.storage.submission import SubmissionQueue
@@ -60,6 +60,7 @@ class DiskTier:
         num_slots: int,
         options: DiskOptions | None = None,
         open_submissions: Callable[[int, int], tuple[SubmissionQueue, str]] = open_queue,
+        copy_checksum: CopyChecksum = copy_checksum,
         clock: Callable[[], float] = time.time,
     ) -> None:
         if len(fingerprint) != 32:
@@ -108,6 +109,7 @@ class DiskTier:
             fingerprint=fingerprint,
             is_direct=self._file.is_direct,
             scan=scan,
+            copy_checksum=copy_checksum,
             clock=clock,
         )
         if self._io.failure is not None:

@@ -18,8 +18,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from batchllm.kernels.checksum import copy_checksum
-from batchllm.storage.frame import PAGE_BYTES, Frame, Frames, Header, checksum, fill_frame, read_header, write_header
+from batchllm.storage.frame import (
+    PAGE_BYTES,
+    CopyChecksum,
+    Frame,
+    Frames,
+    Header,
+    checksum,
+    read_header,
+    write_header,
+)
 from batchllm.storage.submission import Completion, Operation, SubmissionQueue
 from batchllm.storage.tier import MissCause, Outcome, Transfer, TransferKind, payload_view
 
@@ -72,6 +80,7 @@ class IoThread:
         fingerprint: bytes,
         is_direct: bool,
         scan: SlotScan | None,
+        copy_checksum: CopyChecksum,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.finished: queue.SimpleQueue[Request] = queue.SimpleQueue()
@@ -83,6 +92,7 @@ class IoThread:
         self._fingerprint = fingerprint
         self._granule = PAGE_BYTES if is_direct else 1
         self._scan = scan
+        self._copy_checksum = copy_checksum
         self._clock = clock
         # Requests go to the kernel in groups while that many are under way: each wake, system call and ring of the disk's
         # bell then serves several, and the disk still never lacks work.
@@ -243,7 +253,8 @@ class IoThread:
         if request.transfer.kind is TransferKind.STORE:
             payload = request.frame.payload
             if not isinstance(request.buffer, Frame):
-                fill_frame(request.frame, payload_view(request.buffer, block_bytes=payload.nbytes))
+                view = payload_view(request.buffer, block_bytes=payload.nbytes)
+                request.frame.payload_checksum = self._copy_checksum(source=view, target=payload)
             known = request.frame.payload_checksum
             header = Header(
                 request.transfer.key,
@@ -339,7 +350,7 @@ class IoThread:
         else:
             # Summed on the way: of damaged bytes the caller is told that they are none.
             view = payload_view(request.buffer, block_bytes=frame.payload.nbytes)
-            value = copy_checksum(source=frame.payload, target=view)
+            value = self._copy_checksum(source=frame.payload, target=view)
         return None if value == header.payload_checksum else MissCause.CHECKSUM
 
     def _finish_io_error(self, request: Request, code: int) -> None:

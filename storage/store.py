@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 
 from batchllm.storage.cost import Decision
-from batchllm.storage.frame import Frame, copy_bytes, fill_frame
+from batchllm.storage.frame import CopyChecksum, Frame, copy_bytes, copy_checksum
 from batchllm.storage.host import HostTier
 from batchllm.storage.movement import Arrival, BlockUse, Departure, StoreCounters
 from batchllm.storage.policy import NEVER, NextUsePolicy, Policy
@@ -40,6 +40,7 @@ class TieredStore:
         disk: LowerTier | None,
         make_policy: Callable[[], Policy] = NextUsePolicy,
         choose: Callable[[bytes, BlockUse], Decision] | None = None,
+        copy_checksum: CopyChecksum = copy_checksum,
     ) -> None:
         if host is not None and disk is not None:
             if host.block_bytes != disk.block_bytes:
@@ -54,6 +55,7 @@ class TieredStore:
         self.block_bytes = tier.block_bytes
         self.counters = StoreCounters()
         self._choose = choose
+        self._copy_checksum = copy_checksum
         self._host_policy = make_policy()
         self._shelf = DiskShelf(disk, policy=make_policy(), on_displaced=self._forget_if_gone)
         self._adopted = frozenset(disk.keys() if disk is not None else ())  # blocks of earlier runs
@@ -273,7 +275,7 @@ class TieredStore:
 
     def _fill(self, frame: Frame, data: memoryview) -> None:
         if self.disk is not None:
-            fill_frame(frame, data)
+            frame.payload_checksum = self._copy_checksum(source=data, target=frame.payload)
         else:
             copy_bytes(source=data, target=frame.payload)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from batchllm.engine.device_copies import CudaCopies
 from batchllm.engine.grammar import GrammarMasks
 from batchllm.engine.holdings import KvTiers, SchedulerConfig
 from batchllm.engine.metrics import RunMetrics
@@ -21,6 +22,7 @@ from batchllm.engine.records import Records
 from batchllm.engine.sampling import LogprobEntry, Sampled, Sampler
 from batchllm.engine.scheduled import ScheduledStep
 from batchllm.engine.scheduler import Scheduler, Speculation
+from batchllm.engine.staged_mover import StagedMover
 from batchllm.engine.step import StepBatch, build_step
 from batchllm.engine.stopping import Stopping
 from batchllm.engine.transfer import HostMover, TierSetup
@@ -31,6 +33,9 @@ from batchllm.storage.cost import Rate
 
 _TRANSFER_WAIT_S = 1.0
 """How long a step that can run nothing waits for a block from a tier before it looks again."""
+
+_STAGING_SLOTS = 64
+"""Blocks on their way between a GPU and the tiers."""
 
 _MAX_LOGIT_ROWS = 128
 """Rows whose logits exist at once: 25 MB for a vocabulary of 49,152."""
@@ -107,9 +112,12 @@ class Engine:
             vocabulary=vocabulary, vocab_size=decoder.config.vocab_size, max_sequences=config.max_sequences
         )
         self._is_noted = np.zeros(config.max_sequences, dtype=bool)
-        self.mover = None
-        if tiers is not None:
+        self.mover: HostMover | StagedMover | None = None
+        if tiers is not None and decoder.device.type == "cpu":
             self.mover = HostMover(pool=self._kv, store=tiers.store, costs=tiers.costs)
+        elif tiers is not None:
+            copies = CudaCopies(self._kv, num_slots=_STAGING_SLOTS)
+            self.mover = StagedMover(copies=copies, store=tiers.store, costs=tiers.costs)
         self.scheduler = Scheduler(
             config=SchedulerConfig(
                 block_size=config.block_size,

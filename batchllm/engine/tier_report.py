@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchllm.engine.metrics import RunMetrics
+from batchllm.engine.staged_mover import StagedMover
 from batchllm.engine.transfer import HostMover
 from batchllm.storage.cost import Rate
 from batchllm.storage.tier import TierCounters
@@ -43,7 +44,7 @@ class TierReport:
     saved_s: float | None
 
 
-def report_tiers(mover: HostMover, metrics: RunMetrics) -> TierReport:
+def report_tiers(mover: HostMover | StagedMover, metrics: RunMetrics) -> TierReport:
     """The report of a run that used `mover`."""
     store, costs, counters = mover.store, mover.costs, mover.counters
     uses = []

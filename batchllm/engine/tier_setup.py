@@ -12,6 +12,7 @@ from typing import Literal
 from batchllm.engine.sizing import Auto, available_memory_bytes
 from batchllm.engine.transfer import TierSetup, choose_by_cost
 from batchllm.errors import JobError
+from batchllm.kernels.checksum import copy_checksum
 from batchllm.storage.cost import CostTable, Decision, Rate, measure_copy, measure_disk
 from batchllm.storage.disk import DiskOptions, DiskTier
 from batchllm.storage.errors import StorageError
@@ -83,6 +84,7 @@ def open_tiers(
         disk=disk,
         make_policy=LruPolicy if request.policy == "lru" else NextUsePolicy,
         choose=_chooser(costs, block_bytes=block_bytes, recompute_tokens=block_size),
+        copy_checksum=copy_checksum,
     )
     return TierSetup(store=store, costs=costs, root=root, persist=request.persist)
 
@@ -99,6 +101,7 @@ def _open_disk(disk: DiskRequest, request: TierRequest, *, root: bytes, block_by
         block_bytes=block_bytes,
         num_slots=num_slots,
         options=DiskOptions(persist=request.persist, max_age_s=disk.max_age_s if request.persist else None),
+        copy_checksum=copy_checksum,
     )
 
 

@@ -65,7 +65,8 @@ class HostMover:
         return self.store.contains(key)
 
     def save(self, key: bytes, block: int, *, next_use: float, recompute_tokens: int, keep: bool) -> bool:
-        if not keep and self._decide(recompute_tokens) is Decision.DROP:
+        worth = is_worth_saving(self.store, self.costs, block_bytes=self._stride, recompute_tokens=recompute_tokens)
+        if not keep and not worth:
             self.counters.num_not_worth += 1
             return True
         self.counters.num_saved += 1
@@ -114,14 +115,6 @@ class HostMover:
         """Waits for what is being written, then closes the tiers."""
         self.store.close()
 
-    def _decide(self, recompute_tokens: int) -> Decision:
-        """DROP where no tier is worth it. The order of next uses, not their distance in seconds, says who waits for whom."""
-        victim = Victim(block_bytes=self._stride, recompute_tokens=recompute_tokens, next_use_s=1e9)
-        host, disk = self.store.host, self.store.disk
-        return self.costs.decide(
-            victim, has_host=host is not None and host.num_slots > 0, has_disk=disk is not None and disk.num_slots > 0
-        )
-
     def _stall(self, transfer: Transfer) -> None:
         started_at = time.perf_counter()
         while not transfer.done and time.perf_counter() - started_at < _SAVE_PATIENCE_S:
@@ -143,6 +136,16 @@ class HostMover:
 
     def _view(self, block: int) -> memoryview:
         return self._bytes[block * self._stride : (block + 1) * self._stride]
+
+
+def is_worth_saving(store: TieredStore, costs: CostTable, *, block_bytes: int, recompute_tokens: int) -> bool:
+    """Whether a tier is worth it. The order of next uses, not their distance in seconds, says who waits for whom."""
+    victim = Victim(block_bytes=block_bytes, recompute_tokens=recompute_tokens, next_use_s=1e9)
+    host, disk = store.host, store.disk
+    decision = costs.decide(
+        victim, has_host=host is not None and host.num_slots > 0, has_disk=disk is not None and disk.num_slots > 0
+    )
+    return decision is not Decision.DROP
 
 
 def choose_by_cost(costs: CostTable, *, block_bytes: int, recompute_tokens: int) -> Decision:

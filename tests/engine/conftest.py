@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -84,6 +87,17 @@ class ListedPrompts:
 
     def tokens(self, prompt: int) -> np.ndarray:
         return self.prompts[prompt]
+
+
+@pytest.fixture(scope="session")
+def tier_job() -> ModuleType:
+    """The batch of `tier_job.py`, which is also a script."""
+    spec = importlib.util.spec_from_file_location("tier_job", Path(__file__).with_name("tier_job.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tier_job"] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")

@@ -10,25 +10,9 @@ import torch
 
 from batchllm.engine import measure
 from batchllm.engine.measure import measure_rates
-from batchllm.models.config import ModelConfig, RopeConfig
+from batchllm.models.random_model import SMALL
 
-TINY = ModelConfig(
-    architecture="llama",
-    hidden_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=128,
-    vocab_size=300,
-    max_context=512,
-    rms_eps=1e-5,
-    rope=RopeConfig(theta=10000.0),
-    tied_embeddings=False,
-    qkv_bias=True,
-    bos_id=None,
-    eos_ids=frozenset({2}),
-)
+TINY = replace(SMALL, vocab_size=300, max_context=512, tied_embeddings=False, qkv_bias=True)
 CPU = torch.device("cpu")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import random
@@ -28,16 +27,6 @@ from batchllm.storage.submission import Completion, Operation, SubmissionQueue
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-
-
-@pytest.fixture(scope="module")
-def tier_job() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tier_job", HERE / "tier_job.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tier_job"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

@@ -16,52 +16,20 @@ from batchllm.engine.engine import Engine, EngineConfig, kv_shape
 from batchllm.engine.tier_report import report_tiers
 from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
 from batchllm.errors import JobError
-from batchllm.models.config import ModelConfig, RopeConfig
 from batchllm.models.decoder import Decoder
-from batchllm.models.weights import canonical_shapes
+from batchllm.models.random_model import SMALL, RandomWeights
 from batchllm.ops import select_kernels
 from batchllm.plan.plan import make_plan
 from batchllm.prompt import Completion, SamplingParams
 from batchllm.storage.keys import KeyScope
-
-CONFIG = ModelConfig(
-    architecture="llama",
-    hidden_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=96,
-    vocab_size=64,
-    max_context=256,
-    rms_eps=1e-5,
-    rope=RopeConfig(theta=10000.0),
-    tied_embeddings=True,
-    qkv_bias=False,
-    bos_id=None,
-    eos_ids=frozenset(),
-)
-
-
-@dataclass(frozen=True)
-class RandomWeights:
-    seed: int
-
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        shape = canonical_shapes(CONFIG)[name]
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=dtype)
-        number = sorted(canonical_shapes(CONFIG)).index(name)
-        generator = torch.Generator().manual_seed(1000 * self.seed + number)
-        return (torch.randn(shape, generator=generator) * 0.3).to(dtype)
 
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
     device = torch.device("cpu")
     return Decoder(
-        CONFIG,
-        RandomWeights(1),
+        SMALL,
+        RandomWeights(seed=1),
         dtype=torch.float32,
         device=device,
         kernels=select_kernels(device),

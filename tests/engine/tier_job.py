@@ -21,9 +21,9 @@ import torch
 
 from batchllm.engine.engine import Engine, EngineConfig, kv_shape
 from batchllm.engine.transfer import TierSetup
-from batchllm.models.config import ModelConfig, RopeConfig
+from batchllm.kernels.checksum import copy_checksum
 from batchllm.models.decoder import Decoder
-from batchllm.models.weights import canonical_shapes
+from batchllm.models.random_model import SMALL, RandomWeights
 from batchllm.ops import select_kernels
 from batchllm.plan.plan import make_plan
 from batchllm.plan.store import PromptStore
@@ -35,35 +35,7 @@ from batchllm.storage.keys import KeyScope, root_key
 from batchllm.storage.ring import open_queue
 from batchllm.storage.store import TieredStore
 
-CONFIG = ModelConfig(
-    architecture="llama",
-    hidden_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=96,
-    vocab_size=64,
-    max_context=256,
-    rms_eps=1e-5,
-    rope=RopeConfig(theta=10000.0),
-    tied_embeddings=True,
-    qkv_bias=False,
-    bos_id=None,
-    eos_ids=frozenset(),
-)
-
 ROOT = root_key(KeyScope(model=b"random", layout="test", dtype="test"))
-
-
-@dataclass(frozen=True)
-class RandomWeights:
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        shape = canonical_shapes(CONFIG)[name]
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=dtype)
-        generator = torch.Generator().manual_seed(sorted(canonical_shapes(CONFIG)).index(name))
-        return (torch.randn(shape, generator=generator) * 0.3).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -101,7 +73,7 @@ class Ran:
 def make_decoder(dtype: torch.dtype = torch.float32) -> Decoder:
     device = torch.device("cpu")
     return Decoder(
-        CONFIG,
+        SMALL,
         RandomWeights(),
         dtype=dtype,
         device=device,
@@ -190,10 +162,11 @@ def open_setup(tiers: Tiers, *, block_bytes: int) -> TierSetup:
             num_slots=tiers.disk,
             options=DiskOptions(persist=tiers.persist, depth=8, retry_after_s=0.001, max_retry_after_s=0.01),
             open_submissions=tiers.open_submissions,
+            copy_checksum=copy_checksum,
         )
     host = HostTier(num_slots=tiers.host, block_bytes=block_bytes, num_spare=8 if disk is not None else 0)
     rates = dict.fromkeys((Rate.COPY_IN, Rate.COPY_OUT, Rate.DISK_READ, Rate.DISK_WRITE), 1e15)
-    store = TieredStore(host=host, disk=disk)
+    store = TieredStore(host=host, disk=disk, copy_checksum=copy_checksum)
     return TierSetup(store=store, costs=CostTable(rates), root=ROOT, persist=tiers.persist)
 
 

@@ -12,7 +12,7 @@ from batchllm.storage.frame import (
     Header,
     checksum,
     copy_bytes,
-    fill_frame,
+    copy_checksum,
     frame_stride,
     read_header,
     write_header,
@@ -75,8 +75,8 @@ def test_a_frame_that_is_handed_out_again_has_no_known_checksum() -> None:
     frames = Frames(num_frames=1, block_bytes=10)
     frame = frames.take()
     assert frame is not None
-    fill_frame(frame, memoryview(b"0123456789"))
-    assert frame.payload_checksum == checksum(memoryview(b"0123456789"))
+    frame.payload_checksum = copy_checksum(source=memoryview(b"0123456789"), target=frame.payload)
+    assert bytes(frame.payload) == b"0123456789" and frame.payload_checksum == checksum(frame.payload)
     frames.give_back(frame)
     assert (again := frames.take()) is frame and again.payload_checksum is None
 
