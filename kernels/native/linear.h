@@ -11,6 +11,7 @@
 //   static size_t block_bytes(in_size)                      a packed block of rows
 //   static void pack_block(x, x_stride, rows, in_size, to)
 //   static Block packed_block(packed, in_size)
+//   static const char* weight_tile(call, tile)
 //   static bool reads_rows(call)                            whether blocks of 16 or 32 rows need not be packed
 //   static Block rows_block(call, first_row)
 //   void multiply(block, rows, weight, in_size, num_tiles, y, ahead)   y [32, 16 * num_tiles] float32
@@ -27,7 +28,7 @@ namespace batchllm {
 namespace BATCHLLM_PATH {
 
 template <class T>
-BATCHLLM_INLINE const char* weight_tile(const LinearCall& call, int64_t tile) {
+BATCHLLM_INLINE const char* plain_weight_tile(const LinearCall& call, int64_t tile) {
   const int64_t numbers = sizeof(T) == 2 ? (call.in_size + 31) / 32 * 32 : call.in_size;
   return static_cast<const char*>(call.weight) + tile * numbers * 16 * int64_t(sizeof(T));
 }
@@ -209,8 +210,8 @@ void run_linear(const LinearCall& call) {
         WeightsAhead ahead;
         if (g + 1 < last_group || next.range >= 0) {
           const int64_t next_tile = g + 1 < last_group ? tile + group_tiles : next.number % shares.group_parts * shares.part_groups * group_tiles;
-          ahead.at = weight_tile<T>(call, next_tile);
-          ahead.stop = weight_tile<T>(call, next_tile + group_tiles < tiles ? next_tile + group_tiles : tiles);
+          ahead.at = Multiplier::weight_tile(call, next_tile);
+          ahead.stop = Multiplier::weight_tile(call, next_tile + group_tiles < tiles ? next_tile + group_tiles : tiles);
           ahead.lines = int((32 + last_block - first_block - 1) / (last_block - first_block));
         }
         for (int64_t b = first_block; b < last_block; ++b) {
@@ -222,7 +223,7 @@ void run_linear(const LinearCall& call) {
               is_packed ? Multiplier::packed_block(thread_packed + (reads_rows ? 0 : part.range * shares.blocks + b) * block_bytes, call.in_size)
                         : Multiplier::rows_block(call, first_row);
           if (call.end == kRopeWriteKv) ask_for_heads<T>(call.rope, first_row, rows, int(g));
-          multiplier.multiply(block, rows, weight_tile<T>(call, tile), call.in_size, num_tiles, y, ahead);
+          multiplier.multiply(block, rows, Multiplier::weight_tile(call, tile), call.in_size, num_tiles, y, ahead);
           finish_block<T>(call, y, first_row, rows, tile, num_tiles, thread_best);
         }
       }

@@ -36,6 +36,8 @@ class TileMultiplier {
     }
   }
 
+  static const char* weight_tile(const LinearCall& call, int64_t tile) { return plain_weight_tile<bf16>(call, tile); }
+
   // Rows whose distance is a large power of two would all fall on the same cache sets.
   static bool reads_rows(const LinearCall& call) { return call.in_size % 32 == 0 && call.x_stride % 512 != 0; }
 

@@ -9,7 +9,7 @@ namespace BATCHLLM_PATH {
 
 class Int8TileMultiplier {
  public:
-  static size_t block_bytes(int64_t in_size) { return kInt8ScaleBytes + kInt8Rows * int8_padded(in_size); }
+  static size_t block_bytes(int64_t in_size) { return kInt8ScaleBytes + kBlockRows * int8_padded(in_size); }
 
   // A operands: [2, depth tiles, 16 rows, 64]; the second half only where there are more than 16 rows.
   template <class T>
@@ -26,7 +26,7 @@ class Int8TileMultiplier {
     }
   }
 
-  void multiply(const char* block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y) {
+  void multiply(const char* block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y, WeightsAhead& ahead) {
     const char* a = block + kInt8ScaleBytes;
     const int64_t size = 16 * int8_padded(in_size), tile_bytes = int8_tile_bytes(in_size);
     const char* b = weight + kInt8HeaderBytes;
@@ -34,15 +34,15 @@ class Int8TileMultiplier {
     amx::barrier();
     int n = 0;
     if (rows > 16) {
-      for (; n + 2 <= num_tiles; n += 2) two_by_two(a, b + n * tile_bytes, size, y + 16 * n, stride);
+      for (; n + 2 <= num_tiles; n += 2) two_by_two(a, b + n * tile_bytes, size, y + 16 * n, stride, ahead);
       if (n < num_tiles) {
-        row_of_tiles<1>(a, b + n * tile_bytes, size, y + 16 * n, stride);
-        row_of_tiles<1>(a + size, b + n * tile_bytes, size, y + 16 * stride + 16 * n, stride);
+        row_of_tiles<1>(a, b + n * tile_bytes, size, y + 16 * n, stride, ahead);
+        row_of_tiles<1>(a + size, b + n * tile_bytes, size, y + 16 * stride + 16 * n, stride, ahead);
       }
     } else {
-      for (; n + 4 <= num_tiles; n += 4) row_of_tiles<4>(a, b + n * tile_bytes, size, y + 16 * n, stride);
-      for (; n + 2 <= num_tiles; n += 2) row_of_tiles<2>(a, b + n * tile_bytes, size, y + 16 * n, stride);
-      if (n < num_tiles) row_of_tiles<1>(a, b + n * tile_bytes, size, y + 16 * n, stride);
+      for (; n + 4 <= num_tiles; n += 4) row_of_tiles<4>(a, b + n * tile_bytes, size, y + 16 * n, stride, ahead);
+      for (; n + 2 <= num_tiles; n += 2) row_of_tiles<2>(a, b + n * tile_bytes, size, y + 16 * n, stride, ahead);
+      if (n < num_tiles) row_of_tiles<1>(a, b + n * tile_bytes, size, y + 16 * n, stride, ahead);
     }
     amx::barrier();
     const float* scales = reinterpret_cast<const float*>(block);
@@ -58,7 +58,7 @@ class Int8TileMultiplier {
 
  private:
   // The sums go to `y` as int32.
-  static void two_by_two(const char* a, const char* b, int64_t size, float* y, int stride) {
+  static void two_by_two(const char* a, const char* b, int64_t size, float* y, int stride, WeightsAhead& ahead) {
     const char *lower = a + size, *right = b + kInt8HeaderBytes + size;
     _tile_zero(0);
     _tile_zero(1);
@@ -73,6 +73,7 @@ class Int8TileMultiplier {
       _tile_loadd(5, lower + k, 64);
       _tile_dpbssd(2, 5, 6);
       _tile_dpbssd(3, 5, 7);
+      ahead.ask();
     }
     _tile_stored(0, y, stride * 4);
     _tile_stored(1, y + 16, stride * 4);
@@ -81,7 +82,7 @@ class Int8TileMultiplier {
   }
 
   template <int N>
-  static void row_of_tiles(const char* a, const char* b, int64_t size, float* y, int stride) {
+  static void row_of_tiles(const char* a, const char* b, int64_t size, float* y, int stride, WeightsAhead& ahead) {
     const int64_t step = kInt8HeaderBytes + size;
     _tile_zero(0);
     if constexpr (N > 1) _tile_zero(1);
@@ -96,12 +97,14 @@ class Int8TileMultiplier {
       if constexpr (N > 1) {
         _tile_loadd(6, b + step + k, 64);
         _tile_dpbssd(1, 4, 6);
+        ahead.ask();
       }
       if constexpr (N > 2) {
         _tile_loadd(7, b + 2 * step + k, 64);
         _tile_dpbssd(2, 4, 7);
         _tile_loadd(5, b + 3 * step + k, 64);
         _tile_dpbssd(3, 4, 5);
+        ahead.ask();
       }
     }
     _tile_stored(0, y, stride * 4);

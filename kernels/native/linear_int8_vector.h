@@ -144,7 +144,7 @@ BATCHLLM_INLINE Vec total(const Sums& sums, const char*) {
 
 class Int8VectorMultiplier {
  public:
-  static size_t block_bytes(int64_t in_size) { return kInt8ScaleBytes + sizeof(Int8Row) * kInt8Rows * int8_padded(in_size); }
+  static size_t block_bytes(int64_t in_size) { return kInt8ScaleBytes + sizeof(Int8Row) * kBlockRows * int8_padded(in_size); }
 
   template <class T>
   static void pack_block(const T* x, int64_t x_stride, int rows, int64_t in_size, char* to) {
@@ -153,7 +153,7 @@ class Int8VectorMultiplier {
       reinterpret_cast<float*>(to)[r] = quantise_row(x + r * x_stride, in_size, row + r * int8_padded(in_size), 64);
   }
 
-  void multiply(const char* block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y) {
+  void multiply(const char* block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y, WeightsAhead&) {
     const int64_t tile_bytes = int8_tile_bytes(in_size);
     int n = 0;
     for (; n + kInt8TileOutputs <= num_tiles; n += kInt8TileOutputs)

@@ -25,6 +25,8 @@ class VectorMultiplier {
     }
   }
 
+  static const char* weight_tile(const LinearCall& call, int64_t tile) { return plain_weight_tile<T>(call, tile); }
+
   static bool reads_rows(const LinearCall&) { return false; }
   static Block rows_block(const LinearCall&, int64_t) { return nullptr; }
   static Block packed_block(const char* packed, int64_t) { return packed; }
