@@ -30,12 +30,13 @@ SettingsT = TypeVar("SettingsT")
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """A workload as engines take it; `path` is its file, with the prompts as text in column `text`."""
+    """A workload as engines take it, or its first `limit` rows; `path` is its file, with the prompts as text in column `text`."""
 
     name: str
     path: Path
     token_ids: list[list[int]]
     max_tokens: list[int]
+    limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ def read_prompts(path: Path, *, limit: int | None = None) -> Prompts:
         path=path,
         token_ids=table.column("token_ids").to_pylist(),
         max_tokens=table.column("max_tokens").to_pylist(),
+        limit=limit,
     )
 
 

@@ -1,0 +1,32 @@
+"""Converts the exported model for OpenVINO, in OpenVINO's environment: weights as they are (bf16 in float16, exactly) and int8.
+
+    VENVS/openvino/bin/python benchmarks/peers/convert_openvino.py [--folder FOLDER]
+
+Needs what `export_model.py` wrote. int8 is the converter's own: asymmetric, a scale per channel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+DEFAULT_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "batchllm-peers" / "model"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER)
+    options = parser.parse_args()
+    program = Path(sys.executable).with_name("optimum-cli")
+    for name, weights in (("bf16", "fp16"), ("int8", "int8")):
+        command: list[str | Path] = [program, "export", "openvino", "--model", options.folder / "huggingface"]
+        command += ["--task", "text-generation-with-past", "--weight-format", weights]
+        command.append(options.folder / f"openvino-{name}")
+        subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+
+
+if __name__ == "__main__":
+    main()
