@@ -6,7 +6,6 @@ that is added at once shares nothing. With `lead`, the first request of a batch 
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +41,7 @@ def load(settings: Settings, model: Path) -> RunWorkload:
     scheduler.max_num_batched_tokens = settings.max_num_batched_tokens
     scheduler.cache_size = settings.cache_gb
     scheduler.dynamic_split_fuse = True
-    properties = {
-        "INFERENCE_PRECISION_HINT": settings.precision,
-        "INFERENCE_NUM_THREADS": len(os.sched_getaffinity(0)),
-        "PERFORMANCE_HINT": "THROUGHPUT",
-    }
+    properties = {"INFERENCE_PRECISION_HINT": settings.precision}
     if settings.kv:
         properties["KV_CACHE_PRECISION"] = settings.kv
     folder = model / f"openvino-{settings.weights}"
