@@ -177,12 +177,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--int8", action="store_true", help="quantised weights on both sides")
     parser.add_argument("--limit", type=int, default=None, help="the first rows of each workload only")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of batchllm's runner")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of batchllm's runner"
+    )
     parser.add_argument("--peer-set", action="append", default=[], metavar="NAME=VALUE", help="a setting of every peer")
     parser.add_argument("--venvs", type=Path, default=CACHE)
     parser.add_argument("--models", type=Path, default=CACHE / "model")
     parser.add_argument("--workload-folder", type=Path, default=CACHE / "workloads")
-    parser.add_argument("--output", type=Path, default=CACHE / "compare", help="folder of compare.json, compare.md and logs")
+    parser.add_argument(
+        "--output", type=Path, default=CACHE / "compare", help="folder of compare.json, compare.md and logs"
+    )
     parser.add_argument("--timeout-s", type=float, default=900.0, help="for a load or a workload")
     options = parser.parse_args()
     workloads = options.workloads.split(",")
@@ -211,9 +215,7 @@ def main() -> None:
     (options.output / "compare.json").write_text(json.dumps(record, indent=1) + "\n")
     (options.output / "compare.md").write_text(table + "\n")
     print(table)
-    short = {
-        name: {key: value for key, value in entry.items() if key != "peers"} for name, entry in summary.items()
-    }
+    short = {name: {key: value for key, value in entry.items() if key != "peers"} for name, entry in summary.items()}
     print(json.dumps(short))
 
 

@@ -47,6 +47,15 @@ class Row:
     max_tokens: int
 
 
+class Corpus:
+    """The texts that ship with Python as token ids, and which tokens begin a word."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.documents = tokenizer.encode_batch(standard_library_texts(), allow_special=False)
+        self.starts_word = np.array([_starts_word(piece) for piece in tokenizer.token_bytes])
+
+
 class PieceSource:
     """Natural text in pieces of exact token counts; a piece is given once, so that two pieces share no text.
 
@@ -54,14 +63,12 @@ class PieceSource:
     rule for words always cuts, so the ids of a concatenation are the concatenation of the ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, seed: int) -> None:
-        self._tokenizer = tokenizer
-        self._random = random.Random(seed)
-        documents = list(standard_library_texts())
-        self._random.shuffle(documents)
-        self._ids = np.concatenate(tokenizer.encode_batch(documents, allow_special=False))
-        starts_word = np.array([_starts_word(piece) for piece in tokenizer.token_bytes])
-        self._starts = np.flatnonzero(starts_word[self._ids])
+    def __init__(self, corpus: Corpus, *, seed: int) -> None:
+        self._tokenizer = corpus.tokenizer
+        documents = list(corpus.documents)
+        random.Random(seed).shuffle(documents)
+        self._ids = np.concatenate(documents)
+        self._starts = np.flatnonzero(corpus.starts_word[self._ids])
         self._is_start = np.zeros(len(self._ids) + 1, dtype=bool)
         self._is_start[self._starts] = True
         self._position = 0
@@ -182,14 +189,12 @@ WORKLOADS: dict[str, Callable[[PieceSource, random.Random], list[tuple[str, int]
 }
 
 
-def make_workload(name: str, tokenizer: Tokenizer, *, seed: int = _SEED) -> list[Row]:
+def make_workload(name: str, corpus: Corpus, *, seed: int = _SEED) -> list[Row]:
     """The rows of workload `name`, the same for the same seed and Python version."""
-    source = PieceSource(tokenizer, seed=seed + int(name[1:]))
+    source = PieceSource(corpus, seed=seed + int(name[1:]))
     pairs = WORKLOADS[name](source, random.Random(f"{seed} {name}"))
-    encoded = tokenizer.encode_batch([text for text, _ in pairs])
-    return [
-        Row(text, tuple(ids.tolist()), max_tokens) for (text, max_tokens), ids in zip(pairs, encoded, strict=True)
-    ]
+    encoded = corpus.tokenizer.encode_batch([text for text, _ in pairs])
+    return [Row(text, tuple(ids.tolist()), max_tokens) for (text, max_tokens), ids in zip(pairs, encoded, strict=True)]
 
 
 def write_workload(rows: Sequence[Row], path: Path, *, name: str) -> None:
@@ -228,10 +233,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER)
     parser.add_argument("--only", default=",".join(WORKLOADS), help="names, with commas between")
     options = parser.parse_args()
-    tokenizer = load_tokenizer(resolve_model(MODEL, base_folder=Path.cwd()))
+    corpus = Corpus(load_tokenizer(resolve_model(MODEL, base_folder=Path.cwd())))
     counts = {}
     for name in options.only.split(","):
-        rows = make_workload(name, tokenizer)
+        rows = make_workload(name, corpus)
         write_workload(rows, options.folder / f"{name}.parquet", name=name)
         counts[name] = describe(rows)
         print(f"{name}: {options.folder / name}.parquet, {counts[name]}", file=sys.stderr)
