@@ -20,6 +20,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -170,6 +171,11 @@ def _say(pair: Pair) -> None:
     )
 
 
+def end_on_sigterm() -> None:
+    """SIGTERM unwinds this program, so that no stopped child is left behind."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default="W1,W2,W3,W4,W5,W6,W7")
@@ -198,6 +204,7 @@ def main() -> None:
         for peer in choose_engines(peers=options.peers, workloads=workloads, kind=kind, best=best)
     ]
     options.output.mkdir(parents=True, exist_ok=True)
+    end_on_sigterm()
     places = Places(options.venvs, options.models, options.workload_folder, logs=options.output)
     pairs, failed = compare(
         ours, peers, places, rounds=options.rounds, limit=options.limit, timeout_s=options.timeout_s

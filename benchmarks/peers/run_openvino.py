@@ -41,6 +41,7 @@ def load(settings: Settings, model: Path) -> RunWorkload:
     scheduler.max_num_batched_tokens = settings.max_num_batched_tokens
     scheduler.cache_size = settings.cache_gb
     scheduler.dynamic_split_fuse = True
+    # No number of threads: set to any, the plugin ends with a division by zero on a machine of two cores without siblings.
     properties = {"INFERENCE_PRECISION_HINT": settings.precision}
     if settings.kv:
         properties["KV_CACHE_PRECISION"] = settings.kv

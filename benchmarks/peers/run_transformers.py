@@ -1,4 +1,4 @@
-"""transformers as a measured engine: `generate` in sorted batches, or `generate_batch`. See `protocol.py`."""
+"""transformers as a measured engine: `generate` in sorted batches, or its continuous batching. See `protocol.py`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from protocol import Outcome, Prompts, RunWorkload, serve
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`mode`: `generate` or `continuous` (generate_batch). `batch`: rows of a `generate` call, sorted by the tokens wanted."""
+    """`mode`: `generate` or `continuous` (what `generate_batch` runs on). `batch`: rows of a `generate` call, sorted by the tokens wanted.
+
+    `memory_share`: of free memory, for the KV cache of `continuous`.
+    """
 
     mode: str = "generate"
     batch: int = 64
     attention: str = "sdpa"
+    memory_share: float = 0.3
 
 
 def load(settings: Settings, model: Path) -> RunWorkload:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     decoder = AutoModelForCausalLM.from_pretrained(
         model / "huggingface", dtype=torch.bfloat16, attn_implementation=settings.attention
@@ -55,19 +60,22 @@ def load(settings: Settings, model: Path) -> RunWorkload:
                 outputs[row] = out[place, width : width + prompts.max_tokens[row]].tolist()
         return outputs
 
+    manager = _manager(decoder, settings) if settings.mode == "continuous" else None
+
     def generate_continuously(prompts: Prompts) -> list[list[int]]:
+        assert manager is not None
         outputs: list[list[int]] = [[] for _ in prompts.token_ids]
-        # The call takes one length for all its prompts.
-        for count in sorted(set(prompts.max_tokens)):
-            rows = [row for row, wanted in enumerate(prompts.max_tokens) if wanted == count]
-            config = GenerationConfig(
-                max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=pad_id, use_cuda_graph=False
-            )
-            results = decoder.generate_batch(
-                inputs=[prompts.token_ids[row] for row in rows], generation_config=config, progress_bar=False
-            )
-            for row, request in zip(rows, sorted(results, key=lambda name: int(name.rsplit("_", 1)[-1])), strict=True):
-                outputs[row] = list(results[request].generated_tokens)
+        rows = {}
+        # Neighbours with one prefix find its blocks; `generate_batch` sorts for the same reason.
+        for row in sorted(range(len(outputs)), key=prompts.token_ids.__getitem__):
+            name = manager.add_request(prompts.token_ids[row], max_new_tokens=prompts.max_tokens[row], eos_token_id=-1)
+            rows[name] = row
+        while rows:
+            result = manager.get_result(timeout=1)
+            if result is None and not manager.is_running():
+                raise RuntimeError("the generation thread ended")
+            if result is not None and result.is_finished():
+                outputs[rows.pop(result.request_id)] = list(result.generated_tokens)
         return outputs
 
     def run_workload(prompts: Prompts) -> Outcome:
@@ -77,6 +85,21 @@ def load(settings: Settings, model: Path) -> RunWorkload:
 
     run_workload(Prompts(name="warm-up", path=Path(), token_ids=[[100, 200, 300]], max_tokens=[4]))
     return run_workload
+
+
+def _manager(decoder: Any, settings: Settings) -> Any:
+    """What `generate_batch` runs on, kept from one workload to the next, with a length for each request."""
+    from transformers import GenerationConfig
+    from transformers.generation import ContinuousBatchingConfig
+
+    manager = decoder.init_continuous_batching(
+        generation_config=GenerationConfig(max_new_tokens=512, do_sample=False, eos_token_id=-1),
+        continuous_batching_config=ContinuousBatchingConfig(
+            max_memory_percent=settings.memory_share, use_cuda_graph=False
+        ),
+    )
+    manager.start()
+    return manager
 
 
 if __name__ == "__main__":
