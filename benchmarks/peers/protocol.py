@@ -144,17 +144,21 @@ def _peak_rss_bytes() -> int:
 
 def _family(pid: int) -> Iterator[int]:
     yield pid
-    for task in Path(f"/proc/{pid}/task").iterdir():
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
-            children = (task / "children").read_text().split()
+            pids = children.read_text().split()
         except FileNotFoundError:
             continue
-        for child in children:
+        for child in pids:
             yield from _family(int(child))
 
 
 def _high_water_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return 0
+    for line in status.splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0

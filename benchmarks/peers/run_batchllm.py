@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from protocol import Outcome, Prompts, RunWorkload, serve
 
 from batchllm import Job, run
@@ -37,7 +38,7 @@ def load(settings: Settings, model: Path) -> RunWorkload:
     """The exported model is not read: the embedded one is the same, and is what a user runs."""
     engine = {"dtype": settings.dtype} | ({"weights": settings.weights} if settings.weights else {})
 
-    def run_rows(rows: pa.Table | Path, *, limit: int | None) -> tuple[float, list[list[int]], dict]:
+    def run_rows(rows: pa.Table | Path, *, limit: int | None) -> Outcome:
         with tempfile.TemporaryDirectory(prefix="batchllm-compare-") as name:
             job = Job(
                 model=MODEL,
@@ -52,18 +53,25 @@ def load(settings: Settings, model: Path) -> RunWorkload:
             table = result.to_table().sort_by("row_index")
         if table.column("error").null_count != table.num_rows:
             raise RuntimeError(f"rows failed: {table.column('error').drop_null()[0]}")
-        outputs = table.column("token_ids").to_pylist()
         summary = summary_values(result.summary)
-        return elapsed_s, outputs, {key: summary[key] for key in _KEPT}
+        load_s = result.summary.load_s
+        # Both count from the start of the job, the load included.
+        first_token_s = pc.min(pc.add(table.column("queue_s"), table.column("ttft_s"))).as_py()
+        return Outcome(
+            seconds=elapsed_s - load_s,
+            outputs=table.column("token_ids").to_pylist(),
+            first_token_s=first_token_s - load_s,
+            details={key: summary[key] for key in _KEPT},
+        )
 
     run_rows(pa.table({"text": ["One short row before the first measured one."], "max_tokens": [4]}), limit=None)
 
     def run_workload(prompts: Prompts) -> Outcome:
-        elapsed_s, outputs, details = run_rows(prompts.path, limit=prompts.limit)
+        outcome = run_rows(prompts.path, limit=prompts.limit)
         num_tokens = sum(len(ids) for ids in prompts.token_ids)
-        if details["prompt_tokens"] != num_tokens:
-            raise RuntimeError(f"the text gave {details['prompt_tokens']} prompt tokens, not {num_tokens}")
-        return Outcome(seconds=elapsed_s - details["load_s"], outputs=outputs, details=details)
+        if outcome.details["prompt_tokens"] != num_tokens:
+            raise RuntimeError(f"the text gave {outcome.details['prompt_tokens']} prompt tokens, not {num_tokens}")
+        return outcome
 
     return run_workload
 

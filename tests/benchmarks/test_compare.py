@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from child_process import Child, ChildFailed, OthersWatch, busy_s, sessions_cpu_s
-from compare import PEERS, Engine, choose_engines
+from compare import PEERS, Engine, choose_engines, processor_name
 from protocol import parse_settings
 
 SPINNING = "import sys\nprint('{\"ready\": true}', flush=True)\nwhile True: pass\n"
@@ -93,3 +93,11 @@ def test_settings_are_read_as_the_type_of_their_default_and_an_unknown_one_ends_
     assert parse_settings(Settings, ["slots=8", "eager=true"]) == Settings(slots=8, eager=True)
     with pytest.raises(SystemExit, match="--set slot: unknown; known: eager, kind, slots"):
         parse_settings(Settings, ["slot=8"])
+
+
+def test_the_machine_is_named_by_its_processor() -> None:
+    assert (
+        processor_name("processor\t: 0\nmodel name\t: Some CPU @ 2.6GHz\n\nmodel name\t: Other\n")
+        == "Some CPU @ 2.6GHz"
+    )
+    assert processor_name("") == "unknown"
