@@ -61,8 +61,8 @@ class Pair:
     @property
     def agreement(self) -> float:
         """Share of rows whose first token is the same: near 1 if both compute with the same weights."""
-        same = [a == b for a, b in zip(self.ours.first_tokens, self.theirs.first_tokens, strict=True)]
-        return sum(same) / len(same)
+        pairs = zip(self.ours.first_tokens, self.theirs.first_tokens, strict=False)
+        return sum(a == b for a, b in pairs) / len(self.wanted_tokens)
 
     def refusals(self) -> list[str]:
         """Why this pair gives no ratio; empty if it does."""

@@ -88,3 +88,4 @@ def test_a_fourth_round_makes_up_for_a_refused_one() -> None:
 
 def test_first_tokens_tell_whether_both_have_the_same_weights() -> None:
     assert pair(run(1), run(1, first_tokens=(11, 13))).agreement == 0.5
+    assert pair(run(1), run(1, first_tokens=(11,))).agreement == 0.5
