@@ -19,7 +19,10 @@ from protocol import Outcome, Prompts, RunWorkload, serve
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`weights`: bf16 or q8_0. `slots`: sequences at once, each with room for the workload's longest row."""
+    """`weights`: bf16 or q8_0. `slots`: sequences at once, each with room for the workload's longest row.
+
+    `repack`: quantised weights in the layout of its AMX kernels, which crashed with Q8_0 of this model in the version that is pinned.
+    """
 
     weights: str = "bf16"
     slots: int = 32
@@ -28,6 +31,7 @@ class Settings:
     unified: bool = False
     flash_attention: bool = True
     order: str = "input"
+    repack: bool = False
 
 
 @dataclass(slots=True)
@@ -53,6 +57,7 @@ def load(settings: Settings, model: Path) -> RunWorkload:
 
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_default_params()
+    params.use_extra_bufts = settings.repack
     file = model / f"model-{settings.weights}.gguf"
     weights = llama_cpp.llama_model_load_from_file(str(file).encode(), params)
     vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(weights))
