@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A machine with an NVIDIA driver takes the CUDA build of torch that the index serves; any other the CPU build.
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 
-.PHONY: run test lint types check clean
+.PHONY: run test lint types check clean bench-peers
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt $(wildcard setup.py kernels/native/*.cpp kernels/native/*.h)
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +26,16 @@ run: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/batchllm models pull smollm2-135m
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+# Beside other engines, each in an environment of its own outside of this folder (docs/performance.md). Needs a quiet machine.
+PEER_VENVS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/batchllm-peers
+bench-peers: $(VENV)/.installed
+	$(BIN)/python benchmarks/peers/install.py --venvs $(PEER_VENVS)
+	$(BIN)/batchllm models pull smollm2-135m
+	$(BIN)/python benchmarks/workloads.py
+	$(BIN)/python benchmarks/peers/export_model.py
+	$(PEER_VENVS)/openvino/bin/python benchmarks/peers/convert_openvino.py
+	$(BIN)/python benchmarks/compare.py --venvs $(PEER_VENVS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
