@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,9 @@ from batchllm.data.run_folder import RunFolder, RunRecord
 from batchllm.data.schema import completion_schema
 from batchllm.engine.engine import Engine, kv_shape
 from batchllm.engine.metrics import RunMetrics
-from batchllm.engine.sizing import most_blocks, size_engine
-from batchllm.engine.tier_report import TierReport, report_tiers
-from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
-from batchllm.engine.transfer import TierSetup
-from batchllm.errors import JobError, OutputError
+from batchllm.engine.sizing import size_engine
+from batchllm.engine.tier_report import TierReport
+from batchllm.errors import OutputError
 from batchllm.job import Job
 from batchllm.models.decoder import Decoder, dtype_for, load_decoder
 from batchllm.models.fingerprint import model_fingerprint
@@ -49,7 +46,7 @@ from batchllm.run_record import (
 )
 from batchllm.run_stages import RunStages, Stage
 from batchllm.run_summary import RunSummary, summary_values
-from batchllm.storage.keys import KeyScope
+from batchllm.run_tiers import RunTiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +90,8 @@ class _Run:
         self._kernels = "none"
         self._metrics = RunMetrics()
         self._tiers: TierReport | None = None
+        self._run_tiers = RunTiers(job)
+        self._tier_use: TierUse | None = None
         self._unique_prompt_tokens = 0
         self._load_s = 0.0
         self._rows_before = 0
@@ -185,6 +184,7 @@ class _Run:
                 try:
                     writer.close()
                 finally:
+                    self._tiers = self._run_tiers.close(self._metrics)
                     stages.close()
         if source_rows.holds_requests:
             write_batch_files(self._output.path, staging=self._output.staging, tokens=lambda: load_tokenizer(source))
@@ -230,16 +230,17 @@ class _Run:
             return False
         if self._decoder is None:
             self._decoder = self._load(source)
-        engine = self._engine(self._decoder, tokenizer, store, plan)
+        engine = self._engine(self._decoder, tokenizer, stage, plan)
         share = GeneratedShare(store, max_context=context)
         if stage.name is None:
             # Promises and rates are those of one plan; a job with stages has several.
             self._note_plan(plan, store, engine=engine, model=source.name, tokenizer=tokenizer)
             self._generated_share = share
-        tier_use = TierUse(
-            block_bytes=kv_shape(self._decoder).block_bytes(engine.config.block_size), started_at=self._started_at
-        )
-        self._record.tiers = tier_use.columns
+        if self._tier_use is None:
+            block_bytes = kv_shape(self._decoder).block_bytes(engine.config.block_size)
+            self._tier_use = TierUse(block_bytes=block_bytes, started_at=self._started_at)
+            self._record.tiers = self._tier_use.columns
+        tier_use = self._tier_use
         samples = _samples_by_row(store)
         missing = dict(samples)
         tracker = ProgressTracker(plan, rows_total=self._rows_total, rows_before=self._rows_before)
@@ -265,9 +266,7 @@ class _Run:
             return engine.run(deliver=deliver, should_stop=should_stop)
         finally:
             self._metrics = self._metrics.plus(engine.metrics)
-            engine.close()
-            if engine.mover is not None:
-                self._tiers = report_tiers(engine.mover, engine.metrics)
+            engine.close(keep_tiers=True)
 
     def _should_stop(self) -> bool:
         return self._gives_up() or self._observer.should_stop()
@@ -287,7 +286,7 @@ class _Run:
         self._load_s = time.monotonic() - load_started_at
         return decoder
 
-    def _engine(self, decoder: Decoder, tokenizer: Tokenizer, store: PromptStore, plan: Plan) -> Engine:
+    def _engine(self, decoder: Decoder, tokenizer: Tokenizer, stage: Stage, plan: Plan) -> Engine:
         settings = self._job.engine
         config = size_engine(
             plan=plan,
@@ -303,34 +302,12 @@ class _Run:
         return Engine(
             decoder=decoder,
             vocabulary=tokenizer,
-            store=store,
+            store=stage.staging.store,
             plan=plan,
             config=config,
             seed=self._job.seed,
             started_at=self._started_at,
-            tiers=self._open_tiers(decoder, plan),
-        )
-
-    def _open_tiers(self, decoder: Decoder, plan: Plan) -> TierSetup | None:
-        settings, shape = self._job.engine, kv_shape(decoder)
-        kv, block_size = settings.kv, settings.block_size
-        if self._device.type != "cpu" and (kv.host or kv.disk):
-            raise JobError(f"engine.kv: tiers are not supported on {self._device.type} yet; leave host and disk out")
-        disk = None
-        if kv.disk is not None:
-            disk = DiskRequest(Path(kv.disk.path), kv.disk.size, max_age_s=kv.disk.max_age_days * 86400)
-        request = TierRequest(host_bytes=kv.host, disk=disk, policy=kv.policy, persist=kv.persist)
-        layout = f"block-major {shape.num_layers}x2x{shape.num_kv_heads}x{block_size}x{shape.head_dim}"
-        # The bits of keys and values depend on the kernels too.
-        scope = KeyScope(
-            model=decoder.fingerprint.encode(), layout=f"{layout} {decoder.kernels.name}", dtype=str(decoder.dtype)
-        )
-        return open_tiers(
-            request,
-            scope=scope,
-            block_bytes=shape.block_bytes(block_size),
-            block_size=block_size,
-            most_blocks=most_blocks(plan, max_context=decoder.config.max_context, block_size=block_size),
+            tiers=self._run_tiers.for_stage(stage, decoder=decoder, plan=plan),
         )
 
     def _note_plan(self, plan: Plan, store: PromptStore, *, engine: Engine, model: str, tokenizer: Tokenizer) -> None:

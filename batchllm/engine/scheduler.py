@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from batchllm.engine.blocks import BlockPool, num_blocks_for
-from batchllm.engine.offload import BlockMover, Offload, Restorable
+from batchllm.engine.offload import BlockMover, Offload, Restorable, StageReuse
 from batchllm.engine.residency import PrefixHit, TreeResidency
 from batchllm.engine.sequences import SequenceTable
 from batchllm.plan.lifetime import NextUses
@@ -46,6 +46,7 @@ class KvTiers:
     mover: BlockMover
     root: bytes
     persist: bool = False
+    reuse: StageReuse = StageReuse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class Scheduler:
                 pool=self.pool,
                 block_size=config.block_size,
                 persist=tiers.persist,
+                reuse=tiers.reuse,
             )
         self.residency = TreeResidency(
             tree=plan.tree,
@@ -203,8 +205,15 @@ class Scheduler:
         if self._finished_allowed:
             self._expected_share = self._finished_tokens / self._finished_allowed
         for slot in slots:
+            path = self._paths.pop(int(slot))
+            if self._offload is not None:
+                self._offload.save_finished(
+                    path,
+                    tokens=table.tokens[slot, : table.num_computed[slot]],
+                    blocks=table.blocks(int(slot)),
+                    position=int(table.position[slot]),
+                )
             self._leave(int(slot))
-            self._paths.pop(int(slot))
         table.remove(slots)
 
     def preempt(self, slot: int) -> WaitingSequence:
@@ -369,8 +378,9 @@ class Scheduler:
         """What the tiers add to a hit; None where they have nothing better than what the pool has."""
         if self._offload is None:
             return None
+        saved_tokens = max(sequence.saved_tokens, self._offload.tokens_to_find(sequence.prompt_length))
         restorable = self._offload.find(
-            path, tokens=sequence.tokens, saved_tokens=sequence.saved_tokens, num_blocks=len(hit.blocks)
+            path, tokens=sequence.tokens, saved_tokens=saved_tokens, num_blocks=len(hit.blocks)
         )
         return restorable if restorable.keys and restorable.num_tokens > hit.num_tokens else None
 

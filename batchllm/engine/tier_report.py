@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchllm.engine.metrics import RunMetrics
-from batchllm.engine.transfer import HostMover
+from batchllm.engine.transfer import HostMover, TierSetup
 from batchllm.storage.cost import Rate
 from batchllm.storage.tier import TierCounters
 
@@ -43,9 +43,9 @@ class TierReport:
     saved_s: float | None
 
 
-def report_tiers(mover: HostMover, metrics: RunMetrics) -> TierReport:
-    """The report of a run that used `mover`."""
-    store, costs, counters = mover.store, mover.costs, mover.counters
+def report_tiers(tiers: HostMover | TierSetup, metrics: RunMetrics) -> TierReport:
+    """The report of a run that used `tiers`."""
+    store, costs, counters = tiers.store, tiers.costs, tiers.counters
     uses = []
     if store.host is not None and store.host.num_slots:
         uses.append(

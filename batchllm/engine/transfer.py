@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from batchllm.engine.offload import StageReuse
 from batchllm.storage.cost import CostTable, Decision, Victim
 from batchllm.storage.policy import NEVER
 from batchllm.storage.store import TieredStore
@@ -18,16 +19,6 @@ from batchllm.storage.tier import Outcome, Transfer
 
 _SAVE_PATIENCE_S = 0.25
 """How long a step waits for room to copy a block into before it leaves the block pinned and goes on."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierSetup:
-    """What an engine with tiers is given. `root`: the key before a first block; `persist` keeps shared blocks for later runs."""
-
-    store: TieredStore
-    costs: CostTable
-    root: bytes
-    persist: bool = False
 
 
 @dataclass(slots=True)
@@ -41,10 +32,25 @@ class TransferCounters:
     stall_s: float = 0.0
 
 
-class HostMover:
-    """Moves blocks of a pool in host memory. Implements `BlockMover`; owns the store and closes it."""
+@dataclass(frozen=True, slots=True)
+class TierSetup:
+    """What an engine with tiers is given. `root`: the key before a first block; `persist` keeps shared blocks for later runs.
 
-    def __init__(self, *, pool: torch.Tensor, store: TieredStore, costs: CostTable) -> None:
+    The engines of one run's stages share a store, its costs and its counters; `reuse` is each stage's own.
+    """
+
+    store: TieredStore
+    costs: CostTable
+    root: bytes
+    persist: bool = False
+    reuse: StageReuse = StageReuse()
+    counters: TransferCounters = field(default_factory=TransferCounters)
+
+
+class HostMover:
+    """Moves blocks of a pool in host memory. Implements `BlockMover`; owns the store until `close`, which closes it, or `detach`."""
+
+    def __init__(self, *, pool: torch.Tensor, store: TieredStore, costs: CostTable, counters: TransferCounters) -> None:
         """`pool` as `make_pool` makes it, on the CPU."""
         assert pool.device.type == "cpu", "this mover copies host memory"
         stride = pool.stride(0) * pool.element_size()
@@ -53,7 +59,7 @@ class HostMover:
         self._stride = stride
         self.store = store
         self.costs = costs
-        self.counters = TransferCounters()
+        self.counters = counters
         self._tickets = itertools.count()
         self._loads: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
@@ -113,6 +119,12 @@ class HostMover:
     def close(self) -> None:
         """Waits for what is being written, then closes the tiers."""
         self.store.close()
+
+    def detach(self, *, before: float) -> None:
+        """Waits for what moves from or to the pool; the store stays open, without what was needed before next use `before`."""
+        while self._held:
+            self._reap(1.0)
+        self.store.drop_before(before)
 
     def _decide(self, recompute_tokens: int) -> Decision:
         """DROP where no tier is worth it. The order of next uses, not their distance in seconds, says who waits for whom."""
