@@ -249,8 +249,11 @@ class _RequestSampling:
         return found
 
     def _check(self, url: str, text: str) -> int | str:
+        values = json.loads(text)
+        form = values.pop("grammar", None)
         try:
-            params = request_params(self._section, defaults=SERVICE_DEFAULTS[url], values=json.loads(text))
+            params = request_params(self._section, defaults=SERVICE_DEFAULTS[url], values=values)
         except ValueError as error:
             return str(error)
-        return self._store.intern_sampling(dataclasses.replace(params, grammar=self._grammar))
+        grammar = self._grammar if form is None else Grammar(**form)
+        return self._store.intern_sampling(dataclasses.replace(params, grammar=grammar))
