@@ -101,7 +101,8 @@ class _Run:
         self._errors: ErrorCount | None = None
         self._record = RunRecord()
         self._engine_facts: EngineFacts | None = None
-        self._generated_share: GeneratedShare | None = None
+        self._plans: list[dict[str, Any]] = []
+        self._shares: list[tuple[str | None, GeneratedShare]] = []
 
     def execute_recorded(self) -> RunSummary:
         """`execute`, and the run folder that says how it went, whichever way it ends."""
@@ -129,8 +130,9 @@ class _Run:
     def _close(self, folder: RunFolder, *, status: str, summary: dict[str, Any], error: str | None = None) -> None:
         """Completions are what a run is for: a record that cannot be written is said, and changes nothing else."""
         self._record.steps = self._metrics.step_log.columns
-        if self._engine_facts is not None and self._generated_share is not None:
-            self._record.rates = rates_record(self._record.steps, facts=self._engine_facts, share=self._generated_share)
+        if self._engine_facts is not None:
+            self._record.plan = {"plans": self._plans}
+            self._record.rates = rates_record(self._record.steps, facts=self._engine_facts, shares=self._shares)
         try:
             folder.close(status=status, summary=summary, record=self._record, error=error)
         except OutputError as failure:
@@ -232,10 +234,8 @@ class _Run:
             self._decoder = self._load(source)
         engine = self._engine(self._decoder, tokenizer, stage, plan)
         share = GeneratedShare(store, max_context=context)
-        if stage.name is None:
-            # Promises and rates are those of one plan; a job with stages has several.
-            self._note_plan(plan, store, engine=engine, model=source.name, tokenizer=tokenizer)
-            self._generated_share = share
+        self._shares.append((stage.name, share))
+        self._note_plan(plan, stage, engine=engine, model=source.name, tokenizer=tokenizer)
         if self._tier_use is None:
             block_bytes = kv_shape(self._decoder).block_bytes(engine.config.block_size)
             self._tier_use = TierUse(block_bytes=block_bytes, started_at=self._started_at)
@@ -266,6 +266,7 @@ class _Run:
             return engine.run(deliver=deliver, should_stop=should_stop)
         finally:
             self._metrics = self._metrics.plus(engine.metrics)
+            self._plans[-1]["completion_tokens"] = engine.metrics.completion_tokens
             engine.close(keep_tiers=True)
 
     def _should_stop(self) -> bool:
@@ -310,19 +311,20 @@ class _Run:
             tiers=self._run_tiers.for_stage(stage, decoder=decoder, plan=plan),
         )
 
-    def _note_plan(self, plan: Plan, store: PromptStore, *, engine: Engine, model: str, tokenizer: Tokenizer) -> None:
+    def _note_plan(self, plan: Plan, stage: Stage, *, engine: Engine, model: str, tokenizer: Tokenizer) -> None:
         """What the plan promises, for the run folder: made before the first step, so that it is no hindsight."""
         decoder = engine.decoder
         facts = EngineFacts(kv_shape(decoder), engine.config, decoder.config.max_context)
         rates = last_rates(self._job, model=model, device=str(self._device), dtype=dtype_name(self._dtype))
         explanation = facts.explain(
             plan,
-            store,
+            stage.staging.store,
             decode_text=tokenizer.decode,
-            expected_share=rates.generated_share if rates is not None else 1.0,
+            expected_share=rates.share_of(stage.name) if rates is not None else 1.0,
         )
         self._engine_facts = facts
-        self._record.plan = facts.plan_record(explanation)
+        record = facts.plan_record(explanation, stage=stage.name, first_step=self._metrics.num_steps)
+        self._plans.append(record)
 
     def _summary(self, rows: Input, model: str, finished: bool) -> RunSummary:
         metrics = self._metrics

@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +120,10 @@ class EngineFacts:
             expected_share=expected_share,
         )
 
-    def plan_record(self, explanation: Explanation) -> dict[str, Any]:
-        """What `plan.json` holds: the explanation, and the engine it was made for."""
+    def plan_record(self, explanation: Explanation, *, stage: str | None, first_step: int) -> dict[str, Any]:
+        """A plan as `plan.json` holds it: the explanation, the engine it was made for, and which step of the run was its first."""
         engine = asdict(self.config) | {"block_bytes": self.block_bytes}
-        return {"explanation": explanation.to_json(), "engine": engine}
+        return {"stage": stage, "explanation": explanation.to_json(), "engine": engine, "first_step": first_step}
 
 
 class TierUse:
@@ -170,6 +170,10 @@ class GeneratedShare:
         self._store = store
         self._max_context = max_context
 
+    @property
+    def value(self) -> float:
+        return min(self.generated_tokens / self.allowed_tokens, 1.0) if self.allowed_tokens else 1.0
+
     def add(self, completion: Completion) -> None:
         """Takes in a finished sample; error rows say nothing."""
         if completion.error is not None:
@@ -180,18 +184,21 @@ class GeneratedShare:
         self.generated_tokens += len(completion.token_ids)
 
 
-def rates_record(steps: Mapping[str, Any], *, facts: EngineFacts, share: GeneratedShare) -> dict[str, Any] | None:
-    """What `rates.json` holds; None where the run was too short to tell."""
+def rates_record(
+    steps: Mapping[str, Any], *, facts: EngineFacts, shares: Sequence[tuple[str | None, GeneratedShare]]
+) -> dict[str, Any] | None:
+    """What `rates.json` holds; None where the run was too short to tell. `shares`: of each stage by its name."""
     costs = fit_steps(steps, block_bytes=facts.block_bytes)
     if costs is None:
         return None
     rates = observed_rates(
         costs,
         most_sequences=int(max(steps["num_decode_rows"])),
-        generated_tokens=share.generated_tokens,
-        allowed_tokens=share.allowed_tokens,
+        generated_tokens=sum(share.generated_tokens for _, share in shares),
+        allowed_tokens=sum(share.allowed_tokens for _, share in shares),
     )
-    return rates.to_json()
+    by_stage = tuple((name, share.value) for name, share in shares if name is not None)
+    return replace(rates, stage_shares=by_stage).to_json()
 
 
 def last_rates(job: Job, *, model: str, device: str, dtype: str, before: str | None = None) -> ObservedRates | None:

@@ -3,7 +3,7 @@
     job.yaml       the job as it was resolved: paths absolute, dates filled in, overrides applied
     versions.json  what ran it: batchllm, Python, torch, DuckDB, PyArrow, device, kernels
     summary.json   what came of it; its `status` is running, finished, stopped or failed
-    plan.json      what the plan promised, once there was one
+    plan.json      what the plan promised, once there was one; of each stage
     rates.json     the rates that the run observed, for the next plan
     steps.parquet  one row a step
     tiers.parquet  what each tier held at moments of the run, where there is more than the device

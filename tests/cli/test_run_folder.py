@@ -40,7 +40,7 @@ def test_a_finished_run_leaves_job_versions_summary_plan_rates_and_steps(finishe
 def test_the_recorded_plan_is_exact_and_the_rates_can_be_read_back(finished_job: Path) -> None:
     (run,) = recorded_runs(output_of(finished_job))
     assert run.plan is not None and run.rates is not None
-    explanation = Explanation.from_json(run.plan["explanation"])
+    explanation = Explanation.from_json(run.plan["plans"][0]["explanation"])
     assert explanation.computed_prompt_tokens == run.summary["computed_prompt_tokens"]
     assert explanation.unique_prompt_tokens == run.summary["unique_prompt_tokens"]
     rates = ObservedRates.from_json(run.rates)
