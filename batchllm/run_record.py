@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import duckdb
-import numpy as np
-import pyarrow
-import tokenizers
 import torch
 
-from batchllm import __version__
 from batchllm.data.run_folder import RecordedRun, runs_of_job
 from batchllm.data.run_views import TIER_COLUMNS
 from batchllm.engine.engine import Engine, EngineConfig
@@ -57,29 +50,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def job_as_yaml_values(job: Job) -> dict[str, Any]:
-    """The job with every default filled in, its date and its folder."""
-    return {**job.model_dump(mode="json", by_alias=True), "date": job.date.isoformat(), "folder": str(job.folder)}
-
-
-def versions(device: torch.device) -> dict[str, Any]:
-    """What ran: programs, libraries, machine."""
+def device_versions(device: torch.device) -> dict[str, Any]:
+    """What ran it on which device, beside `batchllm.run_versions`."""
     on_gpu = device.type == "cuda"
     return {
-        "batchllm": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "duckdb": duckdb.__version__,
-        "pyarrow": pyarrow.__version__,
-        "numpy": np.__version__,
-        "tokenizers": tokenizers.__version__,
-        "platform": platform.platform(),
-        "host": platform.node(),
         "device": torch.cuda.get_device_name(device) if on_gpu else f"cpu ({platform.machine()})",
         "threads": torch.get_num_threads(),
-        "num_cpus": os.cpu_count(),
-        "command": sys.argv,
     }
 
 

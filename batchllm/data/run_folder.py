@@ -63,6 +63,14 @@ class RunFolder:
         except OSError as error:
             raise OutputError(f"{self.path}: the run folder cannot be written: {error.strerror}") from None
 
+    def note_versions(self, versions: Mapping[str, Any]) -> None:
+        """What is known of the machine once there is something to run. Raises OutputError."""
+        self._versions |= versions
+        try:
+            self._write("versions.json", _json(self._versions))
+        except OSError as error:
+            raise OutputError(f"{self.path}: the run folder cannot be written: {error.strerror}") from None
+
     def close(self, *, status: str, summary: Mapping[str, Any], record: RunRecord, error: str | None = None) -> None:
         """Writes how the run ended; the summary last, so that whoever sees its status finds the rest. Raises OutputError."""
         self._summary |= {**summary, "status": status, "error": error, "ended": _now()}

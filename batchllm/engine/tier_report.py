@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from batchllm.engine.metrics import RunMetrics
-from batchllm.engine.transfer import HostMover, TierSetup
-from batchllm.storage.cost import Rate
+from batchllm.engine.metrics import RunMetrics, TransferCounters
+from batchllm.storage.cost import CostTable, Rate
+from batchllm.storage.store import TieredStore
 from batchllm.storage.tier import TierCounters
+
+
+class Tiers(Protocol):
+    """What a report reads: the tiers and what was counted around them. `TierSetup` and `HostMover` have it."""
+
+    @property
+    def store(self) -> TieredStore: ...
+    @property
+    def costs(self) -> CostTable: ...
+    @property
+    def counters(self) -> TransferCounters: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +55,7 @@ class TierReport:
     saved_s: float | None
 
 
-def report_tiers(tiers: HostMover | TierSetup, metrics: RunMetrics) -> TierReport:
+def report_tiers(tiers: Tiers, metrics: RunMetrics) -> TierReport:
     """The report of a run that used `tiers`."""
     store, costs, counters = tiers.store, tiers.costs, tiers.counters
     uses = []

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from batchllm.engine.metrics import TransferCounters
 from batchllm.engine.offload import StageReuse
 from batchllm.storage.cost import CostTable, Decision, Victim
 from batchllm.storage.policy import NEVER
@@ -19,17 +20,6 @@ from batchllm.storage.tier import Outcome, Transfer
 
 _SAVE_PATIENCE_S = 0.25
 """How long a step waits for room to copy a block into before it leaves the block pinned and goes on."""
-
-
-@dataclass(slots=True)
-class TransferCounters:
-    """Of one run. `stall_s`: time in which the engine waited for a transfer and computed nothing."""
-
-    num_saved: int = 0
-    num_not_worth: int = 0
-    num_loads: int = 0
-    num_load_misses: int = 0
-    stall_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
