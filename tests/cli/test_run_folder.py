@@ -141,9 +141,7 @@ def test_a_broken_run_folder_is_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "backfill"])
-def test_a_run_that_is_complete_already_ends_without_importing_torch(
-    finished_job: Path, command: str
-) -> None:
+def test_a_run_that_is_complete_already_ends_without_importing_torch(finished_job: Path, command: str) -> None:
     folder = finished_job.parents[1] / f"complete-{command}"  # the model lies beside it, as it did
     shutil.copytree(finished_job.parent, folder)
     dates = ["--date", "2026-11-29"] if command == "run" else ["--from", "2026-11-28", "--to", "2026-11-29"]
