@@ -74,7 +74,7 @@ class AssumedCompletions:
     def _longest_label(self, stage: Stage) -> np.ndarray | None:
         """The tokens of the longest completion where there are only a few; None for free text."""
         labels = stage.job.output.choice
-        return max(self._tokenizer.encode_batch(list(labels)), key=len) if labels else None
+        return max(self._tokenizer.encode_batch(list(labels)), key=len) if isinstance(labels, tuple) else None
 
 
 def _words(tokenizer: Tokenizer) -> np.ndarray:

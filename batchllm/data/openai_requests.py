@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from batchllm.data.openai_bodies import CHAT_URL, COMPLETIONS_URL, SERVICE_DEFAULTS, ChatBody, CompletionsBody
-from batchllm.data.sections import SamplingSection, describe
+from batchllm.data.phrases import describe
+from batchllm.data.sections import SamplingSection
 
 
 @dataclass(frozen=True, slots=True)
