@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, WithJsonSchema, model_validator
 
+from batchllm.data.phrases import describe
+from batchllm.data.section import Section
 from batchllm.data.sections import (
     InputSection,
     OutputSection,
     PromptSection,
     SamplingSection,
-    Section,
     StageSection,
-    describe,
 )
 from batchllm.data.stage_rules import check_prompt, check_requests, check_stages
 from batchllm.errors import JobError
@@ -166,7 +166,7 @@ class Job(Section):
     @model_validator(mode="after")
     def _sections_fit(self) -> Job:
         if self.input.openai_batch is not None:
-            check_requests(prompt=self.prompt, sampling=self.sampling, stages=self.stages)
+            check_requests(prompt=self.prompt, sampling=self.sampling, output=self.output, stages=self.stages)
             return self
         if not self.stages:
             check_prompt(self.prompt, at="prompt")
@@ -287,6 +287,8 @@ def _check_keys(source: JobSource) -> None:
         for key, below in value.items():
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+                if ":" in str(key):
+                    raise _error(source, (*at, str(key)), "unknown key; YAML wants a space after a colon")
                 raise _error(source, (*at, str(key)), f"unknown key; the nearest known key is {near[0]}")
             section = _section_of(known[key].annotation)
             for place, part in enumerate(below) if isinstance(below, list) else [(None, below)]:

@@ -109,7 +109,8 @@ class Engine:
         self._is_noted = np.zeros(config.max_sequences, dtype=bool)
         self.mover = None
         if tiers is not None:
-            self.mover = HostMover(pool=self._kv, store=tiers.store, costs=tiers.costs)
+            self.mover = HostMover(pool=self._kv, store=tiers.store, costs=tiers.costs, counters=tiers.counters)
+            self._stage_end = tiers.reuse.end
         self.scheduler = Scheduler(
             config=SchedulerConfig(
                 block_size=config.block_size,
@@ -124,7 +125,7 @@ class Engine:
             on_preempt=self._on_preempt,
             tiers=None
             if tiers is None or self.mover is None
-            else KvTiers(mover=self.mover, root=tiers.root, persist=tiers.persist),
+            else KvTiers(mover=self.mover, root=tiers.root, persist=tiers.persist, reuse=tiers.reuse),
             speculation=config.speculation,
         )
 
@@ -139,10 +140,17 @@ class Engine:
         self.scheduler.check_integrity()
         return True
 
-    def close(self) -> None:
-        """Ends what is on its way to the tiers and closes them; ends the threads of grammars."""
+    def close(self, *, keep_tiers: bool = False) -> None:
+        """Ends what is on its way to the tiers and closes them; ends the threads of grammars.
+
+        `keep_tiers`: they stay open, their caller's again, for the engine of the next stage.
+        """
         self._grammars.close()
-        if self.mover is not None:
+        if self.mover is None:
+            return
+        if keep_tiers:
+            self.mover.detach(before=self._stage_end)
+        else:
             self.mover.close()
 
     @torch.inference_mode()

@@ -129,7 +129,7 @@ class Scheduler:
     def finish(self, slots: np.ndarray) -> None:
         """These sequences are done: their blocks and slots are free again."""
         self._admission.note_finished(slots)
-        self.holdings.remove(slots)
+        self.holdings.finish(slots)
 
     def preempt(self, slot: int) -> WaitingSequence:
         """Takes a running sequence off the machine; it keeps its tokens and waits for admission again."""

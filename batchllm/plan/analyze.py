@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchllm.plan.explanation import Explanation
+
+_PEAK = "peak live tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ def compare_with_actual(explanation: Explanation, actual: Actual) -> tuple[Compa
         Comparison("computed prompt tokens", explanation.computed_prompt_tokens, actual.computed_prompt_tokens),
         Comparison("generated tokens", explanation.expected_decode_tokens, actual.decode_tokens),
         Comparison("steps", explanation.num_steps, actual.num_steps),
-        Comparison("peak live tokens", explanation.peak_live_tokens, actual.peak_live_tokens),
+        Comparison(_PEAK, explanation.peak_live_tokens, actual.peak_live_tokens),
     )
     if prediction is None:
         return tokens
@@ -49,6 +52,18 @@ def compare_with_actual(explanation: Explanation, actual: Actual) -> tuple[Compa
         Comparison("prefill s", prediction.prefill_s, actual.prefill_s),
         Comparison("decode s", prediction.decode_s + prediction.attention_s, actual.decode_s),
         Comparison("total s", prediction.total_s, actual.total_s),
+    )
+
+
+def add_up(parts: Sequence[tuple[Comparison, ...]]) -> tuple[Comparison, ...]:
+    """The comparisons of parts that ran one after the other as one: sums, and of the peak the highest."""
+    return tuple(
+        Comparison(
+            rows[0].name,
+            (max if rows[0].name == _PEAK else sum)(row.predicted for row in rows),
+            (max if rows[0].name == _PEAK else sum)(row.actual for row in rows),
+        )
+        for rows in zip(*parts, strict=True)
     )
 
 

@@ -20,12 +20,20 @@ _NO_COST = 1e-15
 
 @dataclass(frozen=True, slots=True)
 class ObservedRates:
-    """What a run measured: `decode_step_s` as in `Rates`; `generated_share` of the tokens that finished rows might have generated."""
+    """What a run measured: `decode_step_s` as in `Rates`; `generated_share` of the tokens that finished rows might have generated.
+
+    `stage_shares`: the same for each stage by its name, in a job that has stages.
+    """
 
     prefill_tokens_per_s: float
     decode_step_s: tuple[tuple[int, float], ...]
     kv_read_bytes_per_s: float
     generated_share: float
+    stage_shares: tuple[tuple[str, float], ...] = ()
+
+    def share_of(self, stage: str | None) -> float:
+        """`generated_share` of one stage; None: of the job."""
+        return dict(self.stage_shares).get(stage or "", self.generated_share)
 
     def with_tiers(self, tiers: tuple[TierSpace, ...]) -> Rates:
         """As the cost model takes them."""
@@ -48,6 +56,7 @@ class ObservedRates:
             decode_step_s=tuple((int(sequences), float(seconds)) for sequences, seconds in values["decode_step_s"]),
             kv_read_bytes_per_s=float(values["kv_read_bytes_per_s"]),
             generated_share=float(values["generated_share"]),
+            stage_shares=tuple((str(name), float(share)) for name, share in values.get("stage_shares", ())),
         )
 
 
