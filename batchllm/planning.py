@@ -65,7 +65,11 @@ class JobPlan:
         """For a person at a terminal."""
         lines = [self.explanation.to_text(), f"times from {self.rates_from}"]
         if self.num_error_rows:
-            lines.append(f"{self.num_error_rows:,} rows cannot become prompts and will be error rows")
+            lines.append(
+                "1 row cannot become a prompt and will be an error row"
+                if self.num_error_rows == 1
+                else f"{self.num_error_rows:,} rows cannot become prompts and will be error rows"
+            )
         return "\n\n".join(lines)
 
 
