@@ -24,7 +24,7 @@ from batchllm.engine.stopping import Stopping
 from batchllm.engine.transfer import HostMover, TierSetup
 from batchllm.kernels.attention import CHUNK, AttentionPlan
 from batchllm.ops import Kernels
-from batchllm.plan.plan import Plan
+from batchllm.planner.plan import Plan
 from batchllm.prompt import Completion, SamplingParams
 from batchllm.storage.cost import Rate
 

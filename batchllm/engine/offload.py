@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from batchllm.engine.blocks import BlockPool
-from batchllm.plan.tree import PrefixTree
+from batchllm.planner.tree import PrefixTree
 from batchllm.storage.keys import block_key
 
 _MOST_BLOCKS = 1 << 20

@@ -15,8 +15,8 @@ import numpy as np
 
 from batchllm.engine.blocks import BlockPool
 from batchllm.engine.offload import Offload
-from batchllm.plan.lifetime import NEVER, NextUses
-from batchllm.plan.tree import PrefixTree
+from batchllm.planner.lifetime import NEVER, NextUses
+from batchllm.planner.tree import PrefixTree
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ from batchllm.engine.blocks import BlockPool, num_blocks_for
 from batchllm.engine.offload import BlockMover, Offload, Restorable, StageReuse
 from batchllm.engine.residency import PrefixHit, TreeResidency
 from batchllm.engine.sequences import SequenceTable
-from batchllm.plan.lifetime import NextUses
-from batchllm.plan.plan import Plan
+from batchllm.planner.lifetime import NextUses
+from batchllm.planner.plan import Plan
 
 _LOOKAHEAD = 64
 """Waiting prompts a step looks at behind one that must wait for a block to copy: enough to fill a step with other documents."""

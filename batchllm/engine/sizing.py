@@ -12,7 +12,7 @@ from batchllm.engine.blocks import num_blocks_for
 from batchllm.engine.engine import EngineConfig
 from batchllm.engine.pool import KvShape
 from batchllm.errors import JobError
-from batchllm.plan.plan import Plan
+from batchllm.planner.plan import Plan
 
 Auto = Literal["auto"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batchllm.engine.engine import Engine, EngineConfig
-from batchllm.plan.plan import make_plan
+from batchllm.planner.plan import make_plan
 from batchllm.prompt import Completion, SamplingParams
 
 Build = Callable[..., Engine]

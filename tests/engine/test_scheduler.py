@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from batchllm.engine.blocks import num_blocks_for
 from batchllm.engine.scheduler import KvTiers, Scheduler, SchedulerConfig, WaitingSequence
 from batchllm.engine.step import StepBatch, build_step
-from batchllm.plan.plan import Plan, make_plan
+from batchllm.planner.plan import Plan, make_plan
 from batchllm.prompt import SamplingParams
 
 

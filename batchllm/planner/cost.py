@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchllm.plan.demand import Demand
+from batchllm.planner.demand import Demand
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchllm.plan.tree import NO_NODE, PrefixTree
+from batchllm.planner.tree import NO_NODE, PrefixTree
 
 NEVER = np.iinfo(np.int64).max
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchllm.plan.order import blend_order
-from batchllm.plan.tree import build_tree
+from batchllm.planner.order import blend_order
+from batchllm.planner.tree import build_tree
 
 
 def order_of(lcp: list[int], *, prompt: list[int], decode: list[int]) -> list[int]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from batchllm.plan.intervals import interval_max
-from batchllm.plan.plan import Plan
-from batchllm.plan.tree import own_tokens
+from batchllm.planner.intervals import interval_max
+from batchllm.planner.plan import Plan
+from batchllm.planner.tree import own_tokens
 
 
 @dataclass(frozen=True, slots=True)

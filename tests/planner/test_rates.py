@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from batchllm.plan.rates import MIN_STEPS, ObservedRates, fit_steps, observed_rates
+from batchllm.planner.rates import MIN_STEPS, ObservedRates, fit_steps, observed_rates
 
 
 def made_steps(num_steps: int, noise: float = 0.0) -> dict[str, np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchllm.plan.explanation import Explanation
+from batchllm.planner.explanation import Explanation
 
 _PEAK = "peak live tokens"
 

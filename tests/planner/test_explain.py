@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchllm.plan.cost import Rates, TierSpace
-from batchllm.plan.explain import EngineLimits, ModelFacts, biggest_nodes, explain, token_histogram
-from batchllm.plan.explanation import Explanation, HistogramBar
-from batchllm.plan.plan import make_plan
+from batchllm.planner.cost import Rates, TierSpace
+from batchllm.planner.explain import EngineLimits, ModelFacts, biggest_nodes, explain, token_histogram
+from batchllm.planner.explanation import Explanation, HistogramBar
+from batchllm.planner.plan import make_plan
 
 SMOLLM2 = ModelFacts(num_layers=30, num_kv_heads=3, head_dim=64, kv_dtype_bytes=2, context_tokens=8192)
 LIMITS = EngineLimits(max_sequences=64, step_tokens=1024)

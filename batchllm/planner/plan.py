@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchllm.plan.order import blend_order
-from batchllm.plan.sort import sort_sequences
-from batchllm.plan.store import PromptStore
-from batchllm.plan.tree import PrefixTree, build_tree, shared_with_previous
+from batchllm.planner.order import blend_order
+from batchllm.planner.sort import sort_sequences
+from batchllm.planner.store import PromptStore
+from batchllm.planner.tree import PrefixTree, build_tree, shared_with_previous
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from batchllm.plan.advice import PlanFacts, PlanTotals, advise, reordered_saving, totals
-from batchllm.plan.cost import Rates, TierSpace, predict
-from batchllm.plan.demand import simulate_demand
-from batchllm.plan.plan import make_plan
+from batchllm.planner.advice import PlanFacts, PlanTotals, advise, reordered_saving, totals
+from batchllm.planner.cost import Rates, TierSpace, predict
+from batchllm.planner.demand import simulate_demand
+from batchllm.planner.plan import make_plan
 
 Advise = Callable[..., tuple[str, ...]]
 

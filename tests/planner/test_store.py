@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.plan.store import PromptStore
+from batchllm.planner.store import PromptStore
 from batchllm.prompt import SamplingParams
 
 

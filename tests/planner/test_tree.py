@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.plan.tree import PrefixTree, build_tree, shared_with_previous
+from batchllm.planner.tree import PrefixTree, build_tree, shared_with_previous
 
 Node = tuple[int, int, int, int]
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchllm.plan.cost import Prediction
-from batchllm.plan.demand import Demand
-from batchllm.plan.plan import Plan
-from batchllm.plan.tree import NO_NODE, own_tokens
+from batchllm.planner.cost import Prediction
+from batchllm.planner.demand import Demand
+from batchllm.planner.plan import Plan
+from batchllm.planner.tree import NO_NODE, own_tokens
 
 # Below this share of the batch's tokens, rows or seconds a remark is not worth a line.
 WORTH_SAYING = 0.05

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from batchllm.plan.cost import Rates, TierSpace
+from batchllm.planner.cost import Rates, TierSpace
 
 MIN_STEPS = 8
 """Fewer steps than this say too little about four rates."""

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from batchllm.errors import InputError
-from batchllm.plan.plan import make_plan
-from batchllm.plan.requests import Request, following_uses, read_trace, requests_of_plan
-from batchllm.plan.store import PromptStore
+from batchllm.planner.plan import make_plan
+from batchllm.planner.requests import Request, following_uses, read_trace, requests_of_plan
+from batchllm.planner.store import PromptStore
 
 
 def test_a_plans_requests_share_exactly_the_whole_blocks_of_common_prefixes(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.plan.plan import make_plan, most_decode_tokens
+from batchllm.planner.plan import make_plan, most_decode_tokens
 
 Stage = Callable[..., Any]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from batchllm.plan.analyze import Actual, compare_with_actual, comparison_text
-from batchllm.plan.cost import Rates
-from batchllm.plan.explain import EngineLimits, ModelFacts, explain
-from batchllm.plan.plan import make_plan
+from batchllm.planner.analyze import Actual, compare_with_actual, comparison_text
+from batchllm.planner.cost import Rates
+from batchllm.planner.explain import EngineLimits, ModelFacts, explain
+from batchllm.planner.plan import make_plan
 
 
 def test_each_prediction_stands_beside_what_was_measured(stage_prompts: Callable[..., Any]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from batchllm.plan.store import PromptStore
+from batchllm.planner.store import PromptStore
 from batchllm.prompt import SamplingParams
 
 

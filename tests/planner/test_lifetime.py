@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.plan.lifetime import NEVER, block_next_use, block_owner, next_use, remaining_uses
-from batchllm.plan.tree import NO_NODE, build_tree
+from batchllm.planner.lifetime import NEVER, block_next_use, block_owner, next_use, remaining_uses
+from batchllm.planner.tree import NO_NODE, build_tree
 
 prompt_lists = st.lists(
     st.lists(st.sampled_from([[0], [1], [3] * 4, [4] * 8]), min_size=1, max_size=6).map(

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.plan.intervals import interval_max, interval_sum
+from batchllm.planner.intervals import interval_max, interval_sum
 
 
 @settings(max_examples=200, deadline=None)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchllm.plan.intervals import interval_max, interval_sum
-from batchllm.plan.tree import NO_NODE, PrefixTree, number_depth_first, own_tokens
+from batchllm.planner.intervals import interval_max, interval_sum
+from batchllm.planner.tree import NO_NODE, PrefixTree, number_depth_first, own_tokens
 
 
 def blend_order(

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from batchllm.plan.advice import PlanFacts, advise
-from batchllm.plan.cost import Rates, predict
-from batchllm.plan.demand import compact, simulate_demand
-from batchllm.plan.explanation import Explanation, HistogramBar, SharedRun
-from batchllm.plan.plan import Plan
-from batchllm.plan.store import PromptStore
+from batchllm.planner.advice import PlanFacts, advise
+from batchllm.planner.cost import Rates, predict
+from batchllm.planner.demand import compact, simulate_demand
+from batchllm.planner.explanation import Explanation, HistogramBar, SharedRun
+from batchllm.planner.plan import Plan
+from batchllm.planner.store import PromptStore
 
 NUM_BIGGEST_NODES = 10
 TEXT_TOKENS = 48

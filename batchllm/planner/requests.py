@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from batchllm.errors import InputError
-from batchllm.plan.plan import Plan
+from batchllm.planner.plan import Plan
 
 TRACE_BLOCK_TOKENS = 512
 """Tokens of one `hash_ids` block of a Mooncake trace."""

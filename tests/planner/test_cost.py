@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchllm.plan.cost import Rates, TierSpace, decode_step_s, predict, spread_over_tiers
-from batchllm.plan.demand import simulate_demand
-from batchllm.plan.plan import make_plan
+from batchllm.planner.cost import Rates, TierSpace, decode_step_s, predict, spread_over_tiers
+from batchllm.planner.demand import simulate_demand
+from batchllm.planner.plan import make_plan
 
 DEVICE = TierSpace(name="device", capacity_bytes=1000, bytes_per_s=1e9)
 HOST = TierSpace(name="host", capacity_bytes=500, bytes_per_s=100.0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.plan.sort import SortedSequences, sort_sequences
+from batchllm.planner.sort import SortedSequences, sort_sequences
 
 
 def sort_lists(folder: Path, sequences: list[list[int]], *, window_bytes: int = 256 << 20) -> SortedSequences:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.plan.plan import make_plan
-from batchllm.plan.requests import Request, Requests, read_trace, requests_of_plan
-from batchllm.plan.simulate import Replay, Sizes, best_hits, simulate
-from batchllm.plan.store import PromptStore
+from batchllm.planner.plan import make_plan
+from batchllm.planner.requests import Request, Requests, read_trace, requests_of_plan
+from batchllm.planner.simulate import Replay, Sizes, best_hits, simulate
+from batchllm.planner.store import PromptStore
 from batchllm.storage.cost import CostTable, Rate
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"

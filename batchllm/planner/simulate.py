@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from batchllm.plan.requests import Requests, following_uses
+from batchllm.planner.requests import Requests, following_uses
 from batchllm.storage.cost import CostTable, Decision, Rate, Victim
 from batchllm.storage.ledger import BLOCK_BYTES, LedgerDisk, ledger_host
 from batchllm.storage.movement import BlockUse

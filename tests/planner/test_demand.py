@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.plan.demand import compact, simulate_demand
-from batchllm.plan.plan import make_plan
+from batchllm.planner.demand import compact, simulate_demand
+from batchllm.planner.plan import make_plan
 
 Stage = Callable[..., Any]
 HUGE_STEP = 1 << 40  # prompts take no time

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from batchllm.plan.cost import Prediction, Rates, predict
-from batchllm.plan.demand import Demand
+from batchllm.planner.cost import Prediction, Rates, predict
+from batchllm.planner.demand import Demand
 
 BAR_CHARACTERS = 30
 TEXT_CHARACTERS = 60
