@@ -96,6 +96,9 @@ class StandInTokenizer:
     special_tokens: dict[str, int] = {}
     token_bytes = [b"text "] * VOCABULARY
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
     def encode_batch(self, texts: Sequence[str], *, allow_special: bool = True) -> list[np.ndarray]:
         encoded = [text.encode() for text in texts]
         return [
