@@ -18,7 +18,7 @@ from batchllm.errors import InputError, JobError
 from batchllm.job import SOURCES, Job
 from batchllm.planning import JobPlan, plan_job
 from batchllm.planning_stages import StagedPlan
-from batchllm.run import RunOptions, run_job
+from batchllm.run_job import RunOptions, run_job
 from batchllm.run_progress import Observer
 from batchllm.run_summary import RunSummary
 

@@ -28,12 +28,12 @@ from batchllm.models.decoder import dtype_for, int8_parts_for
 from batchllm.models.registry import resolve_model
 from batchllm.models.source import ModelSource, read_config
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
-from batchllm.plan.advice import PlanFacts, PlanTotals, advise, reordered_saving, totals
-from batchllm.plan.cost import TierSpace
-from batchllm.plan.demand import simulate_demand
-from batchllm.plan.explanation import Explanation
-from batchllm.plan.plan import Plan, make_plan
-from batchllm.plan.rates import ObservedRates
+from batchllm.planner.advice import PlanFacts, PlanTotals, advise, reordered_saving, totals
+from batchllm.planner.cost import TierSpace
+from batchllm.planner.demand import simulate_demand
+from batchllm.planner.explanation import Explanation
+from batchllm.planner.plan import Plan, make_plan
+from batchllm.planner.rates import ObservedRates
 from batchllm.planning_stages import AssumedCompletions, StagedPlan, num_restorable
 from batchllm.run_record import EngineFacts, device_for, dtype_name, existing_folder, last_rates
 from batchllm.run_stages import RunStages, Stage
@@ -65,7 +65,11 @@ class JobPlan:
         """For a person at a terminal."""
         lines = [self.explanation.to_text(), f"times from {self.rates_from}"]
         if self.num_error_rows:
-            lines.append(f"{self.num_error_rows:,} rows cannot become prompts and will be error rows")
+            lines.append(
+                "1 row cannot become a prompt and will be an error row"
+                if self.num_error_rows == 1
+                else f"{self.num_error_rows:,} rows cannot become prompts and will be error rows"
+            )
         return "\n\n".join(lines)
 
 

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 from batchllm.data.run_folder import RecordedRun, recorded_runs
 from batchllm.errors import JobError
 from batchllm.job import Job
-from batchllm.plan.analyze import Actual, Comparison, add_up, compare_with_actual, comparison_text
-from batchllm.plan.explanation import Explanation
-from batchllm.plan.rates import fit_steps
+from batchllm.planner.analyze import Actual, Comparison, add_up, compare_with_actual, comparison_text
+from batchllm.planner.explanation import Explanation
+from batchllm.planner.rates import fit_steps
 from batchllm.planning import Planner
 
 _STEP_COLUMNS = ["seconds", "num_prefill_rows", "num_decode_rows", "num_used_blocks"]

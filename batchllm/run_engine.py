@@ -1,4 +1,4 @@
-"""The part of a run that computes: its stages on the engine, over one model and one set of tiers. Needs torch; `batchllm.run` does not."""
+"""The part of a run that computes: its stages on the engine, over one model and one set of tiers. Needs torch; `batchllm.run_job` does not."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for, load_dec
 from batchllm.models.source import ModelSource, read_config
 from batchllm.models.tokenizer import Tokenizer
 from batchllm.ops import select_kernels
-from batchllm.plan.plan import Plan, make_plan
-from batchllm.plan.roofline import Roofline
-from batchllm.plan.store import PromptStore
-from batchllm.plan.work import PlanWork, plan_work
+from batchllm.planner.plan import Plan, make_plan
+from batchllm.planner.roofline import Roofline
+from batchllm.planner.store import PromptStore
+from batchllm.planner.work import PlanWork, plan_work
 from batchllm.prompt import Completion
 from batchllm.run_progress import Observer, ProgressTracker, RowCounts
 from batchllm.run_record import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from batchllm.data.error_count import ErrorCount
 from batchllm.engine.metrics import RunMetrics
-from batchllm.plan.plan import Plan
+from batchllm.planner.plan import Plan
 
 _RATE_WINDOW_S = 10.0
 

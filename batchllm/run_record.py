@@ -18,11 +18,11 @@ from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.pool import KvShape
 from batchllm.errors import JobError
 from batchllm.job import Job
-from batchllm.plan.explain import EngineLimits, ModelFacts, explain
-from batchllm.plan.explanation import Explanation
-from batchllm.plan.plan import Plan
-from batchllm.plan.rates import ObservedRates, fit_steps, observed_rates
-from batchllm.plan.store import PromptStore
+from batchllm.planner.explain import EngineLimits, ModelFacts, explain
+from batchllm.planner.explanation import Explanation
+from batchllm.planner.plan import Plan
+from batchllm.planner.rates import ObservedRates, fit_steps, observed_rates
+from batchllm.planner.store import PromptStore
 from batchllm.prompt import Completion
 from batchllm.storage.tier import TierCounters
 

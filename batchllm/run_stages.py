@@ -15,7 +15,7 @@ from batchllm.data.prompts import Staging
 from batchllm.data.rendering import History
 from batchllm.job import Job
 from batchllm.models.tokenizer import Tokenizer
-from batchllm.plan.store import PromptStore
+from batchllm.planner.store import PromptStore
 from batchllm.prompt import Completion
 
 

@@ -16,7 +16,7 @@ from batchllm.engine.transfer import TierSetup
 from batchllm.errors import JobError
 from batchllm.job import Job
 from batchllm.models.decoder import Decoder
-from batchllm.plan.plan import Plan
+from batchllm.planner.plan import Plan
 from batchllm.run_stages import Stage
 from batchllm.storage.keys import KeyScope
 

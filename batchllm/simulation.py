@@ -22,9 +22,9 @@ from batchllm.models.decoder import dtype_for
 from batchllm.models.registry import resolve_model
 from batchllm.models.source import read_config
 from batchllm.models.tokenizer import load_tokenizer
-from batchllm.plan.plan import make_plan
-from batchllm.plan.requests import Requests, read_trace, requests_of_plan
-from batchllm.plan.simulate import POLICIES, Replay, Sizes, simulate
+from batchllm.planner.plan import make_plan
+from batchllm.planner.requests import Requests, read_trace, requests_of_plan
+from batchllm.planner.simulate import POLICIES, Replay, Sizes, simulate
 from batchllm.storage.cost import CostTable, Rate
 
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")

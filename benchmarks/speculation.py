@@ -31,8 +31,8 @@ from batchllm.models.decoder import Decoder, dtype_for, load_decoder
 from batchllm.models.registry import resolve_model
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
 from batchllm.ops import select_kernels
-from batchllm.plan.plan import make_plan
-from batchllm.plan.store import PromptStore
+from batchllm.planner.plan import make_plan
+from batchllm.planner.store import PromptStore
 from batchllm.prompt import Completion, SamplingParams
 
 PASSAGE_WORDS = 90

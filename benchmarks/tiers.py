@@ -42,8 +42,8 @@ from batchllm.models.decoder import Decoder, dtype_for, load_decoder
 from batchllm.models.registry import resolve_model
 from batchllm.models.weights import canonical_shapes
 from batchllm.ops import select_kernels
-from batchllm.plan.plan import Plan, make_plan
-from batchllm.plan.store import PromptStore
+from batchllm.planner.plan import Plan, make_plan
+from batchllm.planner.store import PromptStore
 from batchllm.prompt import Completion, SamplingParams
 from batchllm.storage.keys import KeyScope
 

@@ -48,7 +48,7 @@ def backfill(
         from batchllm.job import Job
         from batchllm.nightly.backfill import DateResult, load_dates, worst_exit_code
         from batchllm.nightly.backfill import backfill as run_dates
-        from batchllm.run import RunOptions
+        from batchllm.run_job import RunOptions
         from batchllm.run_progress import Observer
         from batchllm.run_summary import summary_values
 

@@ -62,7 +62,7 @@ def run(
         from batchllm.data.parts import recorded_date
         from batchllm.job import load_job
         from batchllm.nightly.unattended import Reports, run_unattended
-        from batchllm.run import RunOptions
+        from batchllm.run_job import RunOptions
         from batchllm.run_progress import Observer
         from batchllm.run_summary import summary_values
 

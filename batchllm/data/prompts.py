@@ -23,7 +23,7 @@ from batchllm.data.openai_input import SAMPLING_COLUMN
 from batchllm.data.rendering import History, PromptRenderer, PromptTokenizer
 from batchllm.data.sections import JobSections, SamplingSection, request_params
 from batchllm.errors import OutputError
-from batchllm.plan.store import PromptStore
+from batchllm.planner.store import PromptStore
 from batchllm.prompt import Grammar, SamplingParams
 
 _MAX_SEEN = 100_000

@@ -25,7 +25,7 @@ from batchllm.engine.step import StepBatch, build_step
 from batchllm.engine.stopping import Stopping
 from batchllm.engine.transfer import HostMover, TierSetup
 from batchllm.kernels.attention import CHUNK, AttentionPlan
-from batchllm.plan.plan import Plan
+from batchllm.planner.plan import Plan
 from batchllm.prompt import Completion, SamplingParams
 from batchllm.storage.cost import Rate
 

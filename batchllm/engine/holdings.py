@@ -11,8 +11,8 @@ from batchllm.engine.offload import BlockMover, Offload, Restorable, StageReuse
 from batchllm.engine.residency import PrefixHit, TreeResidency
 from batchllm.engine.scheduled import ScheduledStep
 from batchllm.engine.sequences import SequenceTable
-from batchllm.plan.lifetime import NextUses
-from batchllm.plan.plan import Plan
+from batchllm.planner.lifetime import NextUses
+from batchllm.planner.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from batchllm.engine.blocks import BlockPool
 from batchllm.engine.node_order import SoonestUseFirst
-from batchllm.plan.tree import PrefixTree
+from batchllm.planner.tree import PrefixTree
 from batchllm.storage.keys import block_key
 
 _MOST_BLOCKS = 1 << 20

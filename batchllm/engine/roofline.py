@@ -1,4 +1,4 @@
-"""What a run reached of what this machine can do: the machine measured, a run's facts, and both put together (`plan/roofline`)."""
+"""What a run reached of what this machine can do: the machine measured, a run's facts, and both put together (`planner/roofline`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from batchllm.engine.metrics import RunMetrics
 from batchllm.models.decoder import Decoder
 from batchllm.ops import Kernels
-from batchllm.plan.roofline import MachineLimits, Roofline, RunFacts, roofline
-from batchllm.plan.work import PlanWork
+from batchllm.planner.roofline import MachineLimits, Roofline, RunFacts, roofline
+from batchllm.planner.work import PlanWork
 
 SHORTEST_S = 0.5
 """Steps that take less together than measuring the machine say nothing of it."""

@@ -17,7 +17,7 @@ from batchllm.engine.admission import Admission
 from batchllm.engine.drafts import Drafter
 from batchllm.engine.holdings import Holdings, KvTiers, SchedulerConfig, WaitingSequence
 from batchllm.engine.scheduled import ScheduledStep
-from batchllm.plan.plan import Plan
+from batchllm.planner.plan import Plan
 
 Speculation = int | Literal["auto", "off"]
 

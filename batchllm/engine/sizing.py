@@ -13,7 +13,7 @@ from batchllm.engine.engine import EngineConfig
 from batchllm.engine.pool import KvShape
 from batchllm.engine.scheduler import Speculation
 from batchllm.errors import JobError
-from batchllm.plan.plan import Plan
+from batchllm.planner.plan import Plan
 
 Auto = Literal["auto"]
 

@@ -18,9 +18,9 @@ from batchllm.data.run_folder import RunFolder, recorded_runs, runs_of_job
 from batchllm.data.run_views import RUN_COLUMNS, STEP_COLUMNS
 from batchllm.engine.metrics import STEP_COLUMNS as LOGGED_COLUMNS
 from batchllm.job import load_job
-from batchllm.plan.explanation import Explanation
-from batchllm.plan.rates import ObservedRates
-from batchllm.run import run_job
+from batchllm.planner.explanation import Explanation
+from batchllm.planner.rates import ObservedRates
+from batchllm.run_job import run_job
 from batchllm.run_progress import Observer
 from batchllm.run_summary import RunSummary
 

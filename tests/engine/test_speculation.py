@@ -18,7 +18,7 @@ from batchllm.models.decoder import Decoder, load_decoder
 from batchllm.models.source import ModelSource
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
 from batchllm.ops import REFERENCE, Kernels, native_kernels
-from batchllm.plan.plan import make_plan
+from batchllm.planner.plan import make_plan
 from batchllm.prompt import Completion, Grammar, SamplingParams
 
 BACKENDS = [("reference", torch.float32), ("native", torch.float32), ("native", torch.bfloat16)]

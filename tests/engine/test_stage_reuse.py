@@ -17,7 +17,7 @@ import pytest
 from batchllm.engine.engine import Engine, EngineConfig, kv_shape
 from batchllm.engine.offload import StageReuse
 from batchllm.engine.transfer import TierSetup
-from batchllm.plan.plan import make_plan
+from batchllm.planner.plan import make_plan
 from batchllm.prompt import Completion, SamplingParams
 
 BLOCK = 4

@@ -20,7 +20,7 @@ from batchllm.models.config import ModelConfig, RopeConfig
 from batchllm.models.decoder import Decoder
 from batchllm.models.weights import canonical_shapes
 from batchllm.ops import select_kernels
-from batchllm.plan.plan import make_plan
+from batchllm.planner.plan import make_plan
 from batchllm.prompt import Completion, SamplingParams
 from batchllm.storage.keys import KeyScope
 

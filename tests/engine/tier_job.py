@@ -25,8 +25,8 @@ from batchllm.models.config import ModelConfig, RopeConfig
 from batchllm.models.decoder import Decoder
 from batchllm.models.weights import canonical_shapes
 from batchllm.ops import select_kernels
-from batchllm.plan.plan import make_plan
-from batchllm.plan.store import PromptStore
+from batchllm.planner.plan import make_plan
+from batchllm.planner.store import PromptStore
 from batchllm.prompt import Completion, SamplingParams
 from batchllm.storage.cost import CostTable, Rate
 from batchllm.storage.disk import DiskOptions, DiskTier
