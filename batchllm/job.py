@@ -85,10 +85,12 @@ class KvSection(Section):
 
     `host` (0: none) and `disk` are tiers for blocks that leave the device before their last use. `policy` chooses what leaves:
     `next-use` by the plan; `lru` and `recompute` (no tier at all) are there to compare with. `persist` keeps shared blocks on disk
-    for later runs.
+    for later runs. `dtype: fp8` keeps keys and values in 8 bits (e4m3), with fixed scales read off the model's weights; `auto` keeps
+    them as they are computed.
     """
 
     device: AutoSize = "auto"
+    dtype: Literal["auto", "fp8"] = "auto"
     host: Annotated[
         Literal["auto"] | int,
         BeforeValidator(_size_or_none),
@@ -106,7 +108,7 @@ class KvSection(Section):
 
 
 class EngineSection(Section):
-    """Where and how fast. None of it but `dtype` changes what a row says.
+    """Where and how fast. None of it but `dtype` and `kv.dtype` changes what a row says.
 
     `order: input` runs rows as they stand in the input, so that a run that is stopped has done the first ones.
     """
@@ -215,6 +217,7 @@ class Job(Section):
         parts |= {f"output.{key}": value for key, value in self.output.constraint_values().items()}
         parts["stages"] = [stage.model_dump(mode="json", by_alias=True) for stage in self.stages]
         parts |= {"output.token_ids": self.output.token_ids, "engine.dtype": self.engine.dtype, "seed": self.seed}
+        parts["engine.kv.dtype"] = self.engine.kv.dtype
         parts["date"] = self.date.isoformat()
         return parts
 
