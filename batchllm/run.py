@@ -18,7 +18,8 @@ from batchllm.data.prompts import Staging, stage_prompts
 from batchllm.data.results import query
 from batchllm.data.run_folder import RunFolder, RunRecord
 from batchllm.data.schema import completion_schema
-from batchllm.engine.engine import Engine, kv_shape
+from batchllm.engine.decoder import kv_shape
+from batchllm.engine.engine import Engine
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.sizing import most_blocks, size_engine
 from batchllm.engine.tier_report import TierReport, report_tiers
@@ -26,7 +27,7 @@ from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
 from batchllm.engine.transfer import TierSetup
 from batchllm.errors import JobError, OutputError
 from batchllm.job import Job
-from batchllm.models.decoder import Decoder, dtype_for, load_decoder
+from batchllm.models.decoder import Decoder, dtype_for, kv_dtype_for, load_decoder
 from batchllm.models.fingerprint import model_fingerprint
 from batchllm.models.registry import resolve_model
 from batchllm.models.source import read_config
@@ -283,7 +284,8 @@ class _Run:
         load_started_at = time.monotonic()
         kernels = select_kernels(self._device, head_dim=read_config(source).head_dim)
         self._kernels = kernels.name
-        decoder = load_decoder(source, dtype=self._dtype, device=self._device, kernels=kernels)
+        kv_dtype = kv_dtype_for(self._job.engine.kv.dtype, dtype=self._dtype, kernels=kernels)
+        decoder = load_decoder(source, dtype=self._dtype, device=self._device, kernels=kernels, kv_dtype=kv_dtype)
         self._load_s = time.monotonic() - load_started_at
         return decoder
 
@@ -323,7 +325,9 @@ class _Run:
         layout = f"block-major {shape.num_layers}x2x{shape.num_kv_heads}x{block_size}x{shape.head_dim}"
         # The bits of keys and values depend on the kernels too.
         scope = KeyScope(
-            model=decoder.fingerprint.encode(), layout=f"{layout} {decoder.kernels.name}", dtype=str(decoder.dtype)
+            model=decoder.fingerprint.encode(),
+            layout=f"{layout} {decoder.kernels.name}",
+            dtype=f"{decoder.dtype} kept as {decoder.kv_dtype}",
         )
         return open_tiers(
             request,

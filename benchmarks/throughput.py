@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from batchllm.engine.engine import Engine, kv_shape
+from batchllm.engine.decoder import kv_shape
+from batchllm.engine.engine import Engine
 from batchllm.engine.sizing import size_engine
 from batchllm.models.decoder import Decoder, dtype_for, load_decoder
 from batchllm.models.registry import resolve_model

@@ -32,7 +32,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from batchllm.engine.engine import Engine, EngineConfig, kv_shape
+from batchllm.engine.decoder import kv_shape
+from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.sizing import most_blocks
 from batchllm.engine.tier_report import report_tiers

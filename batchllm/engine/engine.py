@@ -13,17 +13,19 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from batchllm.engine.ahead import TokensAhead
 from batchllm.engine.blocks import num_blocks_for
+from batchllm.engine.decoder import Decoder, kv_shape
+from batchllm.engine.device_steps import DeviceSteps
 from batchllm.engine.grammar import GrammarMasks
 from batchllm.engine.metrics import RunMetrics
-from batchllm.engine.pool import KvShape, make_pool
+from batchllm.engine.pool import make_pool
 from batchllm.engine.sampling import LogprobEntry, Sampler
 from batchllm.engine.scheduler import KvTiers, ScheduledStep, Scheduler, SchedulerConfig, WaitingSequence
 from batchllm.engine.step import StepBatch, build_step
 from batchllm.engine.stopping import Stopping
 from batchllm.engine.transfer import HostMover, TierSetup
 from batchllm.kernels.attention import CHUNK, AttentionPlan
-from batchllm.ops import Kernels
 from batchllm.plan.plan import Plan
 from batchllm.prompt import Completion, SamplingParams
 from batchllm.storage.cost import Rate
@@ -33,54 +35,6 @@ _TRANSFER_WAIT_S = 1.0
 
 _MAX_LOGIT_ROWS = 128
 """Rows whose logits exist at once: 25 MB for a vocabulary of 49,152."""
-
-
-class DecoderConfig(Protocol):
-    """What the engine must know of a model."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_context(self) -> int: ...
-
-
-class Decoder(Protocol):
-    """The model as the engine calls it. Shapes as in `batchllm.models.decoder`."""
-
-    @property
-    def config(self) -> DecoderConfig: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def kernels(self) -> Kernels: ...
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        plan: AttentionPlan,
-        kv: torch.Tensor,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor: ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-    def argmax(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-
-def kv_shape(decoder: Decoder) -> KvShape:
-    """What `decoder` keeps of a token."""
-    config = decoder.config
-    return KvShape(config.num_layers, config.num_kv_heads, config.head_dim, decoder.dtype)
 
 
 class Vocabulary(Protocol):
@@ -113,13 +67,17 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes of one engine. `num_blocks` of `block_size` tokens in the device pool. `evict_least_recent`: see `SchedulerConfig`."""
+    """Sizes of one engine. `num_blocks` of `block_size` tokens in the device pool. `evict_least_recent`: see `SchedulerConfig`.
+
+    `runs_ahead`: the next step is launched before the tokens of this one are known (see `ahead`); for a device that works beside the host.
+    """
 
     block_size: int
     num_blocks: int
     max_step_tokens: int
     max_sequences: int
     evict_least_recent: bool = False
+    runs_ahead: bool = False
 
 
 @dataclass(slots=True)
@@ -203,6 +161,15 @@ class Engine:
             if tiers is None or self.mover is None
             else KvTiers(mover=self.mover, root=tiers.root, persist=tiers.persist),
         )
+        self._ahead = None
+        if config.runs_ahead:
+            self._ahead = TokensAhead(
+                steps=DeviceSteps(decoder=decoder, kv=self._kv, max_sequences=config.max_sequences),
+                scheduler=self.scheduler,
+                sampler=self._sampler,
+                choose=self._choose,
+                answer=self._answer,
+            )
 
     def run(
         self, *, deliver: Callable[[list[Completion]], None], should_stop: Callable[[], bool] = lambda: False
@@ -229,17 +196,25 @@ class Engine:
         self._note_admissions(step)
         if step.slots.size == 0:
             refused, self._refused = self._refused, []
+            answered = refused + ([] if self._ahead is None else self._ahead.settle())
             if self.scheduler.num_in_flight:
                 self.scheduler.wait(_TRANSFER_WAIT_S)
-            elif not refused and not step.preempted:
+            elif not answered and not step.preempted:
                 raise AssertionError("nothing can run and nothing is in flight")
-            return self._count(refused)
+            return self._count(answered)
         batch = build_step(step, self.scheduler, chunk=CHUNK)
         scheduled_at = time.monotonic()
-        hidden = self._forward(step, batch)
-        model_at = time.monotonic()
-        if batch.sample_slots.size:
-            tally.completions = self._sample(hidden, batch.sample_slots)
+        self._copy_blocks(step)
+        self._note_reuse(batch.sample_slots)
+        if self._ahead is not None:
+            launched = self._ahead.launch(step, batch)
+            model_at = time.monotonic()
+            tally.completions = self._ahead.take(launched)
+        else:
+            hidden = self._forward(batch)
+            model_at = time.monotonic()
+            if batch.sample_slots.size:
+                tally.completions = self._sample(hidden, batch.sample_slots)
         finished_at = time.monotonic()
         tally.model_s = model_at - scheduled_at
         self.metrics.schedule_s += scheduled_at - tally.started_at
@@ -323,6 +298,8 @@ class Engine:
     def _on_preempt(self, slot: int) -> None:
         self._records[int(self.scheduler.table.position[slot])].preemptions += 1
         self.metrics.preemptions += 1
+        if self._ahead is not None:
+            self._ahead.drop(slot)
         self._remove_row(slot)
 
     def _remove_row(self, slot: int) -> None:
@@ -330,11 +307,13 @@ class Engine:
         self._stopping.remove(slot)
         self._grammars.remove(slot)
 
-    def _forward(self, step: ScheduledStep, batch: StepBatch) -> torch.Tensor:
-        decoder = self.decoder
+    def _copy_blocks(self, step: ScheduledStep) -> None:
         if step.copies:
-            pairs = torch.tensor(step.copies, dtype=torch.int64, device=decoder.device)
-            decoder.kernels.copy_blocks(self._kv, pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
+            pairs = torch.tensor(step.copies, dtype=torch.int64, device=self.decoder.device)
+            self.decoder.kernels.copy_blocks(self._kv, pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
+
+    def _forward(self, batch: StepBatch) -> torch.Tensor:
+        decoder = self.decoder
         arrays = batch.plan
         plan = AttentionPlan(
             positions=self._to_device(arrays.positions),
@@ -360,8 +339,17 @@ class Engine:
     def _sample(self, hidden: torch.Tensor, slots: np.ndarray) -> list[Completion]:
         """Samples a token for each of `slots`, appends it, and answers the sequences that end with it."""
         table = self.scheduler.table
-        self._note_reuse(slots)
         positions = (table.num_tokens[slots] - table.prompt_length[slots]).astype(np.int64)
+        token_ids, bad_rows = self._choose(hidden, slots, positions)
+        good = token_ids >= 0
+        self.scheduler.append(slots[good], token_ids[good])
+        return self._answer(slots, positions, token_ids, bad_rows)
+
+    def _choose(
+        self, hidden: torch.Tensor, slots: np.ndarray, positions: np.ndarray
+    ) -> tuple[np.ndarray, dict[int, str]]:
+        """A token for each of `slots`, whose next is their `positions`-th; -1 for rows that cannot be sampled, with why."""
+        table = self.scheduler.table
         token_ids = np.zeros(slots.size, dtype=np.int64)
         bad_rows: dict[int, str] = {}
         # The fused argmax would hide a NaN; the sampler names the row it is in.
@@ -379,20 +367,28 @@ class Engine:
                     logprobs = self._records[int(table.position[slots[start + row]])].logprobs
                     assert logprobs is not None
                     logprobs.append(entry)
+        return token_ids, bad_rows
+
+    def _answer(
+        self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, bad_rows: Mapping[int, str]
+    ) -> list[Completion]:
+        """Takes note of tokens that the table has already, and answers the sequences that end with theirs; -1: the row is bad."""
+        table = self.scheduler.table
         now = time.monotonic()
         for slot in slots[positions == 0]:
             self._records[int(table.position[slot])].first_token_at = now
-        good = np.ones(slots.size, dtype=bool)
-        good[list(bad_rows)] = False
+        good = token_ids >= 0
         self.metrics.generated_tokens += int(good.sum())
-        self.scheduler.append(slots[good], token_ids[good])
         self._sampler.append(slots[good], token_ids[good])
         ended, complete = ~good, np.zeros(slots.size, dtype=bool)
         ended[good] = self._stopping.finished_mask(slots[good], token_ids[good], positions[good] + 1)
         complete[good] = self._grammars.accept(slots[good], token_ids[good])
-        ended |= complete | (table.num_tokens[slots] >= table.max_tokens[slots])
+        num_tokens = table.prompt_length[slots] + positions + good
+        ended |= complete | (num_tokens >= table.max_tokens[slots])
         self._grammars.prepare(slots[~ended])
         done = slots[ended]
+        # A token that the host ran ahead by is no token of a sequence that has ended before it.
+        table.num_tokens[done] = num_tokens[ended]
         completions = [
             self._complete(int(slots[row]), now, error=bad_rows.get(int(row)), is_whole=bool(complete[row]))
             for row in np.flatnonzero(ended)

@@ -54,6 +54,7 @@ def size_engine(
         max_step_tokens=step_tokens,
         max_sequences=sequences,
         evict_least_recent=evict_least_recent,
+        runs_ahead=on_gpu,
     )
 
 
