@@ -27,8 +27,9 @@ from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
 from batchllm.engine.transfer import TierSetup
 from batchllm.errors import JobError, OutputError
 from batchllm.job import Job
-from batchllm.models.decoder import Decoder, dtype_for, kv_dtype_for, load_decoder
+from batchllm.models.decoder import Decoder, dtype_for, kv_dtype_for
 from batchllm.models.fingerprint import model_fingerprint
+from batchllm.models.loading import load_decoder
 from batchllm.models.registry import resolve_model
 from batchllm.models.source import read_config
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer

@@ -39,7 +39,8 @@ from batchllm.engine.sizing import most_blocks
 from batchllm.engine.tier_report import report_tiers
 from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
 from batchllm.models.config import ModelConfig, RopeConfig
-from batchllm.models.decoder import Decoder, dtype_for, load_decoder
+from batchllm.models.decoder import Decoder, dtype_for
+from batchllm.models.loading import load_decoder
 from batchllm.models.registry import resolve_model
 from batchllm.models.weights import canonical_shapes
 from batchllm.ops import select_kernels

@@ -17,15 +17,8 @@ from batchllm.errors import JobError, ModelError
 from batchllm.kernels.attention import AttentionPlan, HeadShape
 from batchllm.kernels.floats import FP8_DTYPE
 from batchllm.models.config import ModelConfig
-from batchllm.models.fingerprint import model_fingerprint
-from batchllm.models.gguf_config import gguf_config
-from batchllm.models.gguf_file import read_gguf
-from batchllm.models.gguf_weights import GgufWeights
-from batchllm.models.huggingface_config import huggingface_config
 from batchllm.models.kv_scales import kv_scales
 from batchllm.models.rope_table import rope_table
-from batchllm.models.safetensors_weights import SafetensorsWeights
-from batchllm.models.source import ModelSource
 from batchllm.models.weights import Weights
 from batchllm.ops import Kernels
 
@@ -160,33 +153,6 @@ class Decoder:
     def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
         """int64 [num_rows]: each row's likeliest token, the lowest id among equals; keeps no logits."""
         return self.kernels.linear_argmax(hidden, self._head)
-
-
-def load_decoder(
-    source: ModelSource,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: Kernels,
-    kv_dtype: torch.dtype | None = None,
-) -> Decoder:
-    """Reads config and weights, one tensor at a time. Raises ModelError that names what is wrong with which file."""
-    if source.kind == "gguf":
-        file = read_gguf(source.path)
-        config = gguf_config(file)
-        weights: Weights = GgufWeights(file, config)
-    else:
-        config = huggingface_config(source.path)
-        weights = SafetensorsWeights(source.path, config)
-    return Decoder(
-        config,
-        weights,
-        dtype=dtype,
-        device=device,
-        kernels=kernels,
-        fingerprint=model_fingerprint(source),
-        kv_dtype=kv_dtype,
-    )
 
 
 def dtype_for(name: str, device: torch.device) -> torch.dtype:

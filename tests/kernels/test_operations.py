@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from batchllm.kernels import rope
 from batchllm.kernels.attention import CHUNK
+from batchllm.kernels.floats import FP8_DTYPE
 
 SPANS = [(1, 1), (17, 17), (256, 1), (257, 3), (300, 300), (700, 30), (1029, 1)]
 HEAD_DIMS = [64, 80, 96, 128, 256]
@@ -275,3 +277,53 @@ def test_blocks_move_whole(kernels, dtype):
     kernels.scatter_blocks(kv, torch.tensor([1, 2]), staging)
     kernels.copy_blocks(kv, torch.tensor([8, 8]), torch.tensor([4, 5]))
     assert torch.equal(kv, before[[0, 7, 0, 3, 8, 8, 6, 7, 8]])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_eight_bit_kv_is_read_as_exactly_as_it_is_stored(kernels, dtype, make_attention_case, assert_near, head_dim):
+    case = make_attention_case([(300, 9), (40, 1)], dtype=dtype, num_heads=4, num_kv_heads=2, head_dim=head_dim)
+    kv_scale = torch.rand(3, 2, 2) * 0.02 + 0.01
+    stored = (case.kv.float() / kv_scale[:, :, :, None, None]).clamp(-448, 448).to(FP8_DTYPE)
+    kept = dataclasses.replace(case, kv=(stored.float() * kv_scale[:, :, :, None, None]))
+    arguments = {"layer": case.layer, "plan": case.split_plan(), "scale": case.scale, "kv_scale": kv_scale}
+    if FP8_DTYPE not in kernels.kv_dtypes:
+        with pytest.raises(ValueError, match="kv_scale: the native kernels keep keys and values as they are"):
+            kernels.attention(case.query, stored, **arguments)
+        return
+    assert_near(kernels.attention(case.query, stored, **arguments), kept.truth())
+
+
+def test_eight_bit_kv_is_written_rounded_and_saturated(kernels, dtype):
+    if FP8_DTYPE not in kernels.kv_dtypes:
+        pytest.skip(f"{kernels.name} kernels keep keys and values as they are")
+    num_heads, num_kv_heads, head_dim, block_size = 3, 2, 16, 5
+    kv = torch.full((4, 2, 2, num_kv_heads, block_size, head_dim), -7.0).to(FP8_DTYPE)
+    x = torch.randn(6, 32).to(dtype)
+    weight = torch.randn((num_heads + 2 * num_kv_heads) * head_dim, 32).to(dtype)
+    kv_scale = 2.0 ** torch.randint(-9, 3, (2, 2, num_kv_heads))
+    slots = torch.tensor([3, -1, 17, 0, 12, 6])
+    no_turn = torch.cat([torch.ones(9, head_dim // 2), torch.zeros(9, head_dim // 2)], dim=-1)
+    positions = torch.arange(6).int()
+    packed = kernels.pack_linear(weight)
+    kernels.linear_rope_write_kv(
+        x, packed, no_turn, kv, layer=1, positions=positions, slots=slots, num_heads=num_heads, kv_scale=kv_scale
+    )
+    heads = kernels.linear(x, packed).view(6, -1, head_dim).float()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected = heads[row, num_heads:].view(2, num_kv_heads, head_dim) / kv_scale[1, :, :, None]
+            assert torch.equal(
+                kv[slot // block_size, 1, :, :, slot % block_size].float(),
+                expected.clamp(-448, 448).to(FP8_DTYPE).float(),
+            )
+    assert int((kv.float() == -7).sum()) >= kv.numel() - 5 * 2 * num_kv_heads * head_dim
+
+
+def test_eight_bit_blocks_move_whole(kernels):
+    kv = torch.randint(0, 120, (9, 2, 2, 1, 3, 8)).to(torch.uint8).view(FP8_DTYPE)
+    before = kv.clone().view(torch.uint8)
+    staging = torch.zeros(2, *kv.shape[1:]).to(FP8_DTYPE)
+    kernels.gather_blocks(kv, torch.tensor([7, 0]), staging)
+    kernels.scatter_blocks(kv, torch.tensor([1, 2]), staging)
+    kernels.copy_blocks(kv, torch.tensor([8]), torch.tensor([4]))
+    assert torch.equal(kv.view(torch.uint8), before[[0, 7, 0, 3, 8, 5, 6, 7, 8]])
