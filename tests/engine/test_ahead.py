@@ -59,6 +59,7 @@ def run(engine: Engine, *, preempt_every: int = 0) -> dict[int, Completion]:
             assert answer.row_index not in answers
             answers[answer.row_index] = answer
         num_steps += 1
+        assert num_steps < 3000, "the engine makes no progress"
         table = engine.scheduler.table
         running = table.running[~table.is_restoring[table.running]]
         if preempt_every and num_steps < 60 and num_steps % preempt_every == 0 and running.size:
@@ -83,7 +84,7 @@ def batches(draw: st.DrawFn) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     batch=batches(),
     num_blocks=st.sampled_from([14, 25, 400]),
