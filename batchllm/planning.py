@@ -24,10 +24,11 @@ from batchllm.engine.tier_setup import disk_slots, host_slots
 from batchllm.errors import JobError
 from batchllm.job import Job
 from batchllm.models.config import ModelConfig
-from batchllm.models.decoder import dtype_for, int8_parts_for
+from batchllm.models.decoder import dtype_for, int8_parts_for, kv_dtype_for
 from batchllm.models.registry import resolve_model
 from batchllm.models.source import ModelSource, read_config
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
+from batchllm.ops import select_kernels
 from batchllm.planner.advice import PlanFacts, PlanTotals, advise, reordered_saving, totals
 from batchllm.planner.cost import TierSpace
 from batchllm.planner.demand import simulate_demand
@@ -209,7 +210,9 @@ class Planner:
 
     def _engine_facts(self, plan: Plan) -> EngineFacts:
         config, settings = self._config, self._job.engine
-        shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, self._dtype)
+        kernels = select_kernels(self._device, head_dim=config.head_dim)
+        kv_dtype = kv_dtype_for(settings.kv.dtype, dtype=self._dtype, kernels=kernels)
+        shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype)
         sizes = size_engine(
             plan=plan,
             shape=shape,

@@ -11,13 +11,15 @@ import numpy as np
 from batchllm.data.outputs import OutputWriter
 from batchllm.data.prompts import stage_prompts
 from batchllm.data.run_folder import RunRecord
-from batchllm.engine.engine import Engine, kv_shape
+from batchllm.engine.decoder import kv_shape
+from batchllm.engine.engine import Engine
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.roofline import run_roofline
 from batchllm.engine.sizing import size_engine
 from batchllm.engine.tier_report import TierReport
 from batchllm.job import Job
-from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for, load_decoder
+from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for, kv_dtype_for
+from batchllm.models.loading import load_decoder
 from batchllm.models.source import ModelSource, read_config
 from batchllm.models.tokenizer import Tokenizer
 from batchllm.ops import select_kernels
@@ -198,6 +200,7 @@ class StageRunner:
             device=self._device,
             kernels=kernels,
             int8_parts=int8_parts_for(self._job.engine.weights),
+            kv_dtype=kv_dtype_for(self._job.engine.kv.dtype, dtype=self._dtype, kernels=kernels),
         )
         self.load_s = time.monotonic() - load_started_at
         return decoder

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from batchllm.engine.blocks import num_blocks_for
-from batchllm.engine.engine import kv_shape
+from batchllm.engine.decoder import kv_shape
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.offload import StageReuse
 from batchllm.engine.sizing import most_blocks
@@ -64,7 +64,9 @@ class RunTiers:
             TierRequest(host_bytes=kv.host, disk=disk, policy=kv.policy, persist=kv.persist),
             # The bits of keys and values depend on the kernels too.
             scope=KeyScope(
-                model=decoder.fingerprint.encode(), layout=f"{layout} {decoder.kernels.name}", dtype=str(decoder.dtype)
+                model=decoder.fingerprint.encode(),
+                layout=f"{layout} {decoder.kernels.name}",
+                dtype=f"{decoder.dtype} kept as {decoder.kv_dtype}",
             ),
             block_bytes=shape.block_bytes(block_size),
             block_size=block_size,

@@ -156,6 +156,7 @@ def run_workload(
                 num_blocks=num_blocks,
                 max_step_tokens=max_step_tokens,
                 max_sequences=max_sequences,
+                runs_ahead=decoder.kernels.name == "triton",
             ),
             seed=0,
             started_at=time.monotonic(),

@@ -22,7 +22,8 @@ import torch
 from throughput import PREFIX_TOKENS, run_batch
 
 from batchllm.data.run_folder import recorded_runs
-from batchllm.models.decoder import dtype_for, load_decoder
+from batchllm.models.decoder import dtype_for
+from batchllm.models.loading import load_decoder
 from batchllm.models.registry import resolve_model
 from batchllm.models.tokenizer import load_tokenizer
 from batchllm.ops import select_kernels

@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchllm.engine.engine import Engine, kv_shape
+from batchllm.engine.decoder import kv_shape
+from batchllm.engine.engine import Engine
 from batchllm.engine.roofline import run_roofline
 from batchllm.engine.sizing import size_engine
-from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for, load_decoder
+from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for
+from batchllm.models.loading import load_decoder
 from batchllm.models.registry import resolve_model
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
 from batchllm.ops import select_kernels

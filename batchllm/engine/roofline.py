@@ -35,12 +35,12 @@ def run_roofline(work: PlanWork, *, decoder: Decoder, metrics: RunMetrics, max_s
     facts = run_facts(metrics, max_step_tokens=max_step_tokens)
     if facts.steps_s < SHORTEST_S:
         return None
-    config, itemsize = decoder.config, decoder.dtype.itemsize
+    config = decoder.config
     return roofline(
         work,
         model=config,
-        weight_bytes=itemsize,
-        kv_bytes=2 * config.num_kv_heads * config.head_dim * itemsize,
+        weight_bytes=decoder.dtype.itemsize,
+        kv_bytes=2 * config.num_kv_heads * config.head_dim * decoder.kv_dtype.itemsize,
         facts=facts,
         limits=measure_limits(decoder.kernels, dtype=decoder.dtype, device=decoder.device),
     )

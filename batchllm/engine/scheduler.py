@@ -126,6 +126,10 @@ class Scheduler:
         """The next token of each of the distinct `slots`, sampled by the last step."""
         self.table.append_tokens(slots, token_ids)
 
+    def hold(self, slots: np.ndarray) -> None:
+        """These sequences run no more: their last token is on its way, and they end when it is there."""
+        self.table.is_restoring[slots] = True
+
     def finish(self, slots: np.ndarray) -> None:
         """These sequences are done: their blocks and slots are free again."""
         self._admission.note_finished(slots)

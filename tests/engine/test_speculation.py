@@ -14,7 +14,8 @@ import torch
 
 from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.scheduler import Speculation
-from batchllm.models.decoder import Decoder, load_decoder
+from batchllm.models.decoder import Decoder
+from batchllm.models.loading import load_decoder
 from batchllm.models.source import ModelSource
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
 from batchllm.ops import REFERENCE, Kernels, native_kernels

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchllm.engine.engine import Engine, EngineConfig, kv_shape
+from batchllm.engine.decoder import kv_shape
+from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.offload import StageReuse
 from batchllm.engine.transfer import TierSetup
 from batchllm.planner.plan import make_plan

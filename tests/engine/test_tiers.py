@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from batchllm.engine.engine import Engine, EngineConfig, kv_shape
+from batchllm.engine.decoder import kv_shape
+from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.tier_report import report_tiers
 from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
 from batchllm.errors import JobError

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchllm.engine.engine import Engine, EngineConfig, kv_shape
+from batchllm.engine.decoder import kv_shape
+from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.transfer import TierSetup
 from batchllm.models.config import ModelConfig, RopeConfig
 from batchllm.models.decoder import Decoder
