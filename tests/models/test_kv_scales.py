@@ -6,6 +6,7 @@ import torch
 
 from batchllm.models.config import ModelConfig, RopeConfig
 from batchllm.models.kv_scales import TYPICAL, kv_scales
+from batchllm.models.rotated_weights import RotatedWeights
 from batchllm.models.weights import canonical_shapes
 
 
@@ -62,3 +63,8 @@ def test_what_a_layer_makes_is_stored_at_its_typical_size() -> None:
 def test_scales_are_powers_of_two() -> None:
     mantissa, _ = torch.frexp(kv_scales(CONFIG, RandomWeights(CONFIG)))
     assert bool((mantissa == 0.5).all())
+
+
+def test_turned_weights_have_the_scales_of_those_they_are_read_from() -> None:
+    weights = RandomWeights(CONFIG)
+    assert torch.equal(kv_scales(CONFIG, RotatedWeights(weights, CONFIG)), kv_scales(CONFIG, weights))
