@@ -17,7 +17,8 @@ from batchllm.data.spool import spool_batches
 from batchllm.errors import InputError, JobError
 from batchllm.job import SOURCES, Job
 from batchllm.planning import JobPlan, plan_job
-from batchllm.run import RunOptions, run_job
+from batchllm.planning_stages import StagedPlan
+from batchllm.run_job import RunOptions, run_job
 from batchllm.run_progress import Observer
 from batchllm.run_summary import RunSummary
 
@@ -80,10 +81,11 @@ def run(job: Job, rows: Rows | None = None, *, limit: int | None = None, observe
     return Result(summary=summary, folder=Path(job.output.path), _keeper=keeper)
 
 
-def plan(job: Job, rows: Rows | None = None, *, limit: int | None = None) -> JobPlan:
+def plan(job: Job, rows: Rows | None = None, *, limit: int | None = None) -> JobPlan | StagedPlan:
     """Explains `job` over `rows` (as in `run`) without running it: shared prefixes, KV memory, predicted times, advice.
 
-    `.to_text()` prints it, `.to_json()` gives plain values, `.explanation` has the figures: tokens, bytes, seconds. Raises as `run` does.
+    `.to_text()` prints it, `.to_json()` gives plain values, `.explanation` has the figures: tokens, bytes, seconds; of a job with
+    stages `.stages` has a plan for each. Raises as `run` does.
     """
     with tempfile.TemporaryDirectory(prefix="batchllm-rows-") as name:
         job, _ = _with_places(job, rows, folder=Path(name))

@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, WithJsonSchema, model_validator
 
+from batchllm.data.phrases import describe
+from batchllm.data.section import Section
 from batchllm.data.sections import (
     InputSection,
     OutputSection,
     PromptSection,
     SamplingSection,
-    Section,
     StageSection,
-    describe,
 )
 from batchllm.data.stage_rules import check_prompt, check_requests, check_stages
 from batchllm.errors import JobError
@@ -85,10 +85,12 @@ class KvSection(Section):
 
     `host` (0: none) and `disk` are tiers for blocks that leave the device before their last use. `policy` chooses what leaves:
     `next-use` by the plan; `lru` and `recompute` (no tier at all) are there to compare with. `persist` keeps shared blocks on disk
-    for later runs.
+    for later runs. `dtype: fp8` keeps keys and values in 8 bits (e4m3), with fixed scales read off the model's weights; `auto` keeps
+    them as they are computed.
     """
 
     device: AutoSize = "auto"
+    dtype: Literal["auto", "fp8"] = "auto"
     host: Annotated[
         Literal["auto"] | int,
         BeforeValidator(_size_or_none),
@@ -106,7 +108,7 @@ class KvSection(Section):
 
 
 class EngineSection(Section):
-    """Where and how fast. None of it but `dtype` and `weights` changes what a row says.
+    """Where and how fast. None of it but `dtype`, `weights` and `kv.dtype` changes what a row says.
 
     `speculation`: tokens that a row repeats from its own text are drafted and checked in one step; `auto` does so where it pays, a number
     is how many are drafted for each row in every step.
@@ -166,7 +168,7 @@ class Job(Section):
     @model_validator(mode="after")
     def _sections_fit(self) -> Job:
         if self.input.openai_batch is not None:
-            check_requests(prompt=self.prompt, sampling=self.sampling, stages=self.stages)
+            check_requests(prompt=self.prompt, sampling=self.sampling, output=self.output, stages=self.stages)
             return self
         if not self.stages:
             check_prompt(self.prompt, at="prompt")
@@ -220,7 +222,7 @@ class Job(Section):
         parts |= {f"output.{key}": value for key, value in self.output.constraint_values().items()}
         parts["stages"] = [stage.model_dump(mode="json", by_alias=True) for stage in self.stages]
         parts |= {"engine.dtype": self.engine.dtype, "engine.weights": self.engine.weights}
-        parts |= {"output.token_ids": self.output.token_ids, "seed": self.seed}
+        parts |= {"output.token_ids": self.output.token_ids, "seed": self.seed, "engine.kv.dtype": self.engine.kv.dtype}
         parts["date"] = self.date.isoformat()
         return parts
 
@@ -287,6 +289,8 @@ def _check_keys(source: JobSource) -> None:
         for key, below in value.items():
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+                if ":" in str(key):
+                    raise _error(source, (*at, str(key)), "unknown key; YAML wants a space after a colon")
                 raise _error(source, (*at, str(key)), f"unknown key; the nearest known key is {near[0]}")
             section = _section_of(known[key].annotation)
             for place, part in enumerate(below) if isinstance(below, list) else [(None, below)]:

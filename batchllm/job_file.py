@@ -63,6 +63,13 @@ for _tag, _pattern, _first in (
     _JobLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 
 
+_PROBLEMS = {
+    "but found another document": "a second YAML document begins here; a job file holds one, so remove the line ---",
+    "found unhashable key": "text that begins with {{ must stand in quotes; without them YAML reads a mapping",
+}
+"""What YAML calls a mistake that job files invite, and what to do about it."""
+
+
 def _parse(text: str, *, name: str) -> tuple[Any, yaml.Node | None]:
     try:
         loader = _JobLoader(text)
@@ -73,8 +80,10 @@ def _parse(text: str, *, name: str) -> tuple[Any, yaml.Node | None]:
         return (None if node is None else loader.construct_document(node)), node
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise JobError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
+        is_file = not name.startswith("--set ")
+        line = f":{mark.line + 1}" if mark is not None and is_file else ""
+        problem = str(error.problem or error.context)
+        raise JobError(f"{name}{line}: {_PROBLEMS.get(problem, f'not valid YAML: {problem}')}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise JobError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
     finally:

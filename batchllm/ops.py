@@ -11,7 +11,8 @@ import torch
 
 from batchllm.errors import JobError
 from batchllm.kernels import activation, attention, attention_triton, blocks, launch, linear, norm, rope, sampling
-from batchllm.kernels.attention import AttentionPlan
+from batchllm.kernels.attention import AttentionPlan, HeadShape
+from batchllm.kernels.floats import FP8_DTYPE
 from batchllm.kernels.native import library as native_library
 from batchllm.kernels.native import operations as native
 from batchllm.kernels.sampling import SamplingBatch
@@ -36,12 +37,20 @@ class RopeWriteKv(Protocol):
         positions: torch.Tensor,
         slots: torch.Tensor,
         num_heads: int,
+        kv_scale: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
 class Attention(Protocol):
     def __call__(
-        self, query: torch.Tensor, kv: torch.Tensor, *, layer: int, plan: AttentionPlan, scale: float
+        self,
+        query: torch.Tensor,
+        kv: torch.Tensor,
+        *,
+        layer: int,
+        plan: AttentionPlan,
+        scale: float,
+        kv_scale: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -61,17 +70,22 @@ class LinearRopeWriteKv(Protocol):
         positions: torch.Tensor,
         slots: torch.Tensor,
         num_heads: int,
+        kv_scale: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One backend's operations. Signatures and meaning: the reference functions in `kernels/`."""
+    """One backend's operations. Signatures and meaning: the reference functions in `kernels/`.
+
+    `kv_dtypes`: what a pool may hold instead of the activations' own dtype.
+    """
 
     name: str
     rms_norm: RmsNorm
     rope_write_kv: RopeWriteKv
     attention: Attention
+    schedule_attention: Callable[[AttentionPlan, HeadShape], AttentionPlan]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     pack_linear: PackLinear
     linear: Callable[[torch.Tensor, Any], torch.Tensor]
@@ -85,6 +99,7 @@ class Kernels:
     scatter_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     sample: Callable[[torch.Tensor, SamplingBatch], torch.Tensor] = sampling.sample
+    kv_dtypes: frozenset[torch.dtype] = frozenset()
 
 
 REFERENCE = Kernels(
@@ -92,6 +107,7 @@ REFERENCE = Kernels(
     rms_norm=norm.rms_norm,
     rope_write_kv=rope.rope_write_kv,
     attention=attention.attention,
+    schedule_attention=attention.schedule_attention,
     silu_mul=activation.silu_mul,
     pack_linear=linear.pack_linear,
     linear=linear.linear,
@@ -104,6 +120,7 @@ REFERENCE = Kernels(
     gather_blocks=blocks.gather_blocks,
     scatter_blocks=blocks.scatter_blocks,
     copy_blocks=blocks.copy_blocks,
+    kv_dtypes=frozenset({FP8_DTYPE}),
 )
 
 TRITON = Kernels(
@@ -111,6 +128,7 @@ TRITON = Kernels(
     rms_norm=norm.rms_norm_triton,
     rope_write_kv=rope.rope_write_kv_triton,
     attention=attention_triton.attention_triton,
+    schedule_attention=attention_triton.schedule_attention_triton,
     silu_mul=activation.silu_mul_triton,
     pack_linear=linear.pack_linear,
     linear=linear.linear_triton,
@@ -124,6 +142,7 @@ TRITON = Kernels(
     scatter_blocks=blocks.scatter_blocks_triton,
     copy_blocks=blocks.copy_blocks_triton,
     sample=sampling.sample_triton,
+    kv_dtypes=frozenset({FP8_DTYPE}),
 )
 
 
@@ -137,6 +156,7 @@ def native_kernels() -> Kernels | str:
         rms_norm=native.rms_norm,
         rope_write_kv=native.rope_write_kv,
         attention=native.attention,
+        schedule_attention=attention.schedule_attention,
         silu_mul=native.silu_mul,
         pack_linear=native.pack_linear,
         linear=native.linear,

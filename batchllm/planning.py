@@ -1,4 +1,4 @@
-"""`batchllm plan`: a job explained before it runs, without its weights, and a run compared with what was predicted for it.
+"""`batchllm plan`: a job explained before it runs, without its weights.
 
 Nothing is locked and nothing is written into the output folder; rows are staged in a temporary folder that is removed.
 """
@@ -6,19 +6,17 @@ Nothing is locked and nothing is written into the output folder; rows are staged
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchllm.data.inputs import Input, open_input
-from batchllm.data.prompts import Staging, stage_prompts
+from batchllm.data.prompts import RowError, Staging, stage_prompts
+from batchllm.data.rendering import History
 from batchllm.data.reordering import reorderings
-from batchllm.data.run_folder import RecordedRun, recorded_runs
 from batchllm.engine.measure import measure_rates
 from batchllm.engine.pool import KvShape
 from batchllm.engine.sizing import most_blocks, size_engine
@@ -26,25 +24,25 @@ from batchllm.engine.tier_setup import disk_slots, host_slots
 from batchllm.errors import JobError
 from batchllm.job import Job
 from batchllm.models.config import ModelConfig
-from batchllm.models.decoder import dtype_for, int8_parts_for
+from batchllm.models.decoder import dtype_for, int8_parts_for, kv_dtype_for
 from batchllm.models.registry import resolve_model
 from batchllm.models.source import ModelSource, read_config
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
-from batchllm.plan.advice import PlanFacts, PlanTotals, advise, reordered_saving, totals
-from batchllm.plan.analyze import Actual, Comparison, compare_with_actual, comparison_text
-from batchllm.plan.cost import TierSpace
-from batchllm.plan.demand import simulate_demand
-from batchllm.plan.explanation import Explanation
-from batchllm.plan.plan import Plan, make_plan
-from batchllm.plan.rates import ObservedRates, fit_steps
+from batchllm.ops import select_kernels
+from batchllm.planner.advice import PlanFacts, PlanTotals, advise, reordered_saving, totals
+from batchllm.planner.cost import TierSpace
+from batchllm.planner.demand import simulate_demand
+from batchllm.planner.explanation import Explanation
+from batchllm.planner.plan import Plan, make_plan
+from batchllm.planner.rates import ObservedRates
+from batchllm.planning_stages import AssumedCompletions, StagedPlan, num_restorable
 from batchllm.run_record import EngineFacts, device_for, dtype_name, existing_folder, last_rates
+from batchllm.run_stages import RunStages, Stage
 from batchllm.storage.cost import measure_copy, measure_disk
 from batchllm.storage.errors import StorageError
 
 ADVICE_ROWS = 4000
 """Rows that are rendered again for each other order of the template."""
-
-_STEP_COLUMNS = ["seconds", "num_prefill_rows", "num_decode_rows", "num_used_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +53,11 @@ class JobPlan:
     num_error_rows: int
     rates_from: str
 
+    @property
+    def predicted_total_s(self) -> float:
+        assert self.explanation.prediction is not None
+        return self.explanation.prediction.total_s
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return self.explanation.to_json() | {"num_error_rows": self.num_error_rows, "rates_from": self.rates_from}
@@ -63,70 +66,30 @@ class JobPlan:
         """For a person at a terminal."""
         lines = [self.explanation.to_text(), f"times from {self.rates_from}"]
         if self.num_error_rows:
-            lines.append(f"{self.num_error_rows:,} rows cannot become prompts and will be error rows")
+            lines.append(
+                "1 row cannot become a prompt and will be an error row"
+                if self.num_error_rows == 1
+                else f"{self.num_error_rows:,} rows cannot become prompts and will be error rows"
+            )
         return "\n\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class RunAnalysis:
-    """The last run beside its plan."""
-
-    run_id: str
-    status: str
-    rates_from: str
-    comparisons: tuple[Comparison, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        rows = [asdict(row) | {"ratio": row.ratio} for row in self.comparisons]
-        return {"run_id": self.run_id, "status": self.status, "rates_from": self.rates_from, "comparisons": rows}
-
-    def to_text(self) -> str:
-        """For a person at a terminal."""
-        lines = [
-            f"run {self.run_id}, {self.status}",
-            comparison_text(self.comparisons),
-            f"times from {self.rates_from}",
-        ]
-        if self.status != "finished":
-            lines.append("the run did not come to its end, its plan covers all its rows")
-        return "\n\n".join(lines)
-
-
-def plan_job(job: Job, *, limit: int | None = None, note: Callable[[str], None] = lambda line: None) -> JobPlan:
+def plan_job(
+    job: Job, *, limit: int | None = None, note: Callable[[str], None] = lambda line: None
+) -> JobPlan | StagedPlan:
     """Explains the whole job, also rows that are done. Raises JobError, InputError or ModelError where it could not run."""
-    planner = _Planner(job, note=note)
+    planner = Planner(job, note=note)
     with tempfile.TemporaryDirectory(prefix="batchllm-plan-") as name:
         return planner.explain(Path(name), limit=limit)
 
 
-def analyze_last_run(job: Job, *, note: Callable[[str], None] = lambda line: None) -> RunAnalysis:
-    """The last run in the job's output folder that took steps, beside what its plan predicted. Raises JobError where there is none."""
-    runs = [run for run in recorded_runs(Path(job.output.path)) if run.steps is not None and run.plan is not None]
-    if not runs:
-        raise JobError(f"{job.output.path}: records no run that took a step; run the job first, or give its --date")
-    run = runs[-1]
-    planner = _Planner(job, note=note)
-    explanation, engine = _recorded_plan(run)
-    rates, rates_from = planner.rates(max_sequences=engine["max_sequences"], before=run.run_id)
-    explanation = explanation.with_rates(rates.with_tiers(()))
-    return RunAnalysis(
-        run_id=run.run_id,
-        status=str(run.summary["status"]),
-        rates_from=rates_from,
-        comparisons=compare_with_actual(explanation, _actual(run, engine)),
-    )
-
-
-class _Planner:
+class Planner:
     """The model of a job as a plan needs it: where it lies, its shape, and what steps with it cost."""
 
     def __init__(self, job: Job, *, note: Callable[[str], None]) -> None:
-        # The prompts of later stages are not known before the first has run.
-        self._job = job.stage_jobs()[0]
+        self._job = job
         self._note = note
-        if job.stages:
-            note(f"the plan of stage {job.stages[0].name}; later stages are planned when it has run")
+        self._rates: dict[int, tuple[ObservedRates, str]] = {}
         self._device = device_for(job.engine.device)
         self._dtype = dtype_for(job.engine.dtype, self._device)
         self._source: ModelSource = resolve_model(job.model, base_folder=job.folder, say=note)
@@ -134,6 +97,12 @@ class _Planner:
 
     def rates(self, *, max_sequences: int, before: str | None = None) -> tuple[ObservedRates, str]:
         """What steps cost, and where that comes from: the last run on such a machine, else a measurement now."""
+        found = self._rates.get(max_sequences)
+        if found is None:
+            found = self._rates[max_sequences] = self._find_rates(max_sequences=max_sequences, before=before)
+        return found
+
+    def _find_rates(self, *, max_sequences: int, before: str | None) -> tuple[ObservedRates, str]:
         weights = self._job.engine.weights
         device, dtype = str(self._device), dtype_name(self._dtype, weights=weights)
         observed = last_rates(self._job, model=self._source.name, device=device, dtype=dtype, before=before)
@@ -149,28 +118,86 @@ class _Planner:
         )
         return measured, "a short measurement on this machine, with random weights of the model's shape"
 
-    def explain(self, folder: Path, *, limit: int | None) -> JobPlan:
-        """Stages the rows in `folder` and explains their plan."""
+    def explain(self, folder: Path, *, limit: int | None) -> JobPlan | StagedPlan:
+        """Stages the rows in `folder` and explains their plan, stage by stage."""
         rows = open_input(self._job, spool_folder=folder, limit=limit)
         tokenizer = load_tokenizer(self._source)
         staging = Staging.create(folder, input=rows, done=np.zeros(rows.total_rows, dtype=bool))
+        stages = RunStages(self._job, input=rows, staging=staging, folder=folder)
+        found: list[tuple[str, tuple[str, ...], JobPlan]] = []
+        assumed = AssumedCompletions(tokenizer, max_context=self._config.max_context) if self._job.stages else None
+        restorable = 0
         try:
-            num_error_rows = sum(1 for _ in self._stage(self._job, rows, tokenizer, staging))
-            plan = self._plan(staging)
-            facts = self._engine_facts(plan)
-            rates, rates_from = self.rates(max_sequences=facts.config.max_sequences)
-            explanation = facts.explain(
-                plan, staging.store, decode_text=tokenizer.decode, expected_share=rates.generated_share
-            )
-            explanation = explanation.with_rates(rates.with_tiers(self._tiers(plan, facts)))
-            advice = (*self._advice(plan, explanation, facts), *self._reordering_advice(plan, rows, tokenizer, folder))
-            return JobPlan(replace(explanation, advice=advice), num_error_rows, rates_from)
+            for number in range(len(stages.jobs)):
+                stage = stages.open(number, tokenizer)
+                plan, job_plan = self._explain_stage(stage, tokenizer, folder)
+                remarks, job_plan = self._with_reuse(stage, job_plan, restorable=restorable)
+                found.append((stage.name or "", remarks, job_plan))
+                if assumed is not None and not stage.is_last:
+                    restorable = num_restorable(
+                        prompt_tokens=plan.unique_prompt_tokens,
+                        completion_tokens=assumed.fill(stage),
+                        num_rows=plan.num_prompts,
+                        block_size=self._job.engine.block_size,
+                    )
+            return StagedPlan(tuple(found)) if self._job.stages else found[0][-1]
         finally:
-            staging.close()
+            stages.close()
 
-    def _stage(self, job: Job, rows: Input, tokenizer: Tokenizer, staging: Staging) -> Any:
+    def _explain_stage(self, stage: Stage, tokenizer: Tokenizer, folder: Path) -> tuple[Plan, JobPlan]:
+        num_error_rows = sum(1 for _ in self._stage(stage.job, stage.input, tokenizer, stage.staging, stage.history))
+        plan = self._plan(stage.staging)
+        facts = self._engine_facts(plan)
+        rates, rates_from = self.rates(max_sequences=facts.config.max_sequences)
+        explanation = facts.explain(
+            plan, stage.staging.store, decode_text=tokenizer.decode, expected_share=rates.share_of(stage.name)
+        )
+        explanation = explanation.with_rates(rates.with_tiers(self._tiers(plan, facts)))
+        advice = self._advice(plan, explanation, facts)
+        if stage.history is None:
+            advice = (*advice, *self._reordering_advice(stage.job, plan, stage.input, tokenizer, folder))
+        return plan, JobPlan(replace(explanation, advice=advice), num_error_rows, rates_from)
+
+    def _with_reuse(self, stage: Stage, plan: JobPlan, *, restorable: int) -> tuple[tuple[str, ...], JobPlan]:
+        """What is assumed of a later stage, and its plan with what it need not compute, where tiers keep that."""
+        if stage.history is None:
+            return (), plan
+        earlier = " and ".join(stage.history.names)
+        remarks = [
+            f"assumed: completions of {earlier} as long as they may be (max_tokens, or the longest label); no longer"
+        ]
+        explanation = plan.explanation
+        restorable = min(restorable, explanation.computed_prompt_tokens - explanation.num_prompts)
+        if not stage.job.prompt.continues or restorable <= 0:
+            return tuple(remarks), plan
+        kv = self._job.engine.kv
+        if kv.policy == "recompute" or (kv.host == 0 and kv.disk is None):
+            remarks.append(
+                f"about {restorable:,} of the tokens to compute were computed in stage {stage.history.names[-1]}: "
+                "tiers would keep them, see engine.kv.host"
+            )
+            return tuple(remarks), plan
+        remarks.append(f"about {restorable:,} tokens come back from the tiers, and are not among those to compute")
+        assert explanation.prediction is not None
+        computed = explanation.computed_prompt_tokens
+        prefill_s = explanation.prediction.prefill_s * (computed - restorable) / computed
+        explanation = replace(
+            explanation,
+            computed_prompt_tokens=computed - restorable,
+            prediction=replace(explanation.prediction, prefill_s=prefill_s),
+        )
+        return tuple(remarks), replace(plan, explanation=explanation)
+
+    def _stage(
+        self, job: Job, rows: Input, tokenizer: Tokenizer, staging: Staging, history: History | None = None
+    ) -> Iterator[RowError]:
         return stage_prompts(
-            job, input=rows, tokenizer=tokenizer, staging=staging, max_context=self._config.max_context
+            job,
+            input=rows,
+            tokenizer=tokenizer,
+            staging=staging,
+            max_context=self._config.max_context,
+            history=history,
         )
 
     def _plan(self, staging: Staging) -> Plan:
@@ -183,7 +210,9 @@ class _Planner:
 
     def _engine_facts(self, plan: Plan) -> EngineFacts:
         config, settings = self._config, self._job.engine
-        shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, self._dtype)
+        kernels = select_kernels(self._device, head_dim=config.head_dim)
+        kv_dtype = kv_dtype_for(settings.kv.dtype, dtype=self._dtype, kernels=kernels)
+        shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype)
         sizes = size_engine(
             plan=plan,
             shape=shape,
@@ -235,9 +264,8 @@ class _Planner:
             )
         )
 
-    def _reordering_advice(self, plan: Plan, rows: Input, tokenizer: Tokenizer, folder: Path) -> list[str]:
+    def _reordering_advice(self, job: Job, plan: Plan, rows: Input, tokenizer: Tokenizer, folder: Path) -> list[str]:
         """The other order of the template that saves most, if it saves enough: really rendered, tokenised and planned."""
-        job = self._job
         alternatives = reorderings(job.prompt) if job.engine.prefix_sharing else []
         if not alternatives:
             return []
@@ -263,37 +291,3 @@ class _Planner:
             return totals(self._plan(staging))
         finally:
             staging.close()
-
-
-def _recorded_plan(run: RecordedRun) -> tuple[Explanation, dict[str, Any]]:
-    plan = run.plan or {}
-    try:
-        engine = {name: int(plan["engine"][name]) for name in ("max_sequences", "block_size", "block_bytes")}
-        return Explanation.from_json(plan["explanation"]), engine
-    except (KeyError, TypeError, ValueError):
-        raise JobError(f"{run.path}/plan.json: another version of this program wrote it; run the job again") from None
-
-
-def _actual(run: RecordedRun, engine: dict[str, Any]) -> Actual:
-    """What the run measured. A step that prefills and decodes is split by the costs that fit its log best."""
-    assert run.steps is not None
-    try:
-        table = pq.read_table(run.steps, columns=_STEP_COLUMNS)
-    except (OSError, pa.ArrowException) as error:
-        raise JobError(f"{run.steps}: cannot be read: {str(error).splitlines()[0]}") from None
-    steps = {name: table.column(name).to_numpy() for name in _STEP_COLUMNS}
-    total_s = float(steps["seconds"].sum())
-    costs = fit_steps(steps, block_bytes=engine["block_bytes"])
-    num_prefill = int(steps["num_prefill_rows"].sum())
-    only_prefill = steps["num_decode_rows"] == 0
-    # A log too short for a fit still tells steps that only prefill from the rest.
-    prefill_s = costs.prefill_row * num_prefill if costs is not None else float(steps["seconds"][only_prefill].sum())
-    return Actual(
-        computed_prompt_tokens=num_prefill,
-        decode_tokens=int(run.summary.get("completion_tokens") or 0),
-        num_steps=len(table),
-        peak_live_tokens=int(steps["num_used_blocks"].max(initial=0)) * engine["block_size"],
-        prefill_s=min(prefill_s, total_s),
-        decode_s=max(total_s - prefill_s, 0.0),
-        total_s=total_s,
-    )

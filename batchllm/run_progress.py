@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batchllm.engine.engine import Engine
-from batchllm.plan.plan import Plan
+from batchllm.data.error_count import ErrorCount
+from batchllm.engine.metrics import RunMetrics
+from batchllm.planner.plan import Plan
 
 _RATE_WINDOW_S = 10.0
 
@@ -34,6 +35,25 @@ class Observer:
     should_stop: Callable[[], bool] = lambda: False
 
 
+@dataclass(slots=True)
+class RowCounts:
+    """Rows of a run: all, answered by earlier runs, answered; `errors` where a limit was set."""
+
+    total: int = 0
+    before: int = 0
+    done: int = 0
+    errors: ErrorCount | None = None
+
+    @property
+    def gives_up(self) -> bool:
+        return self.errors is not None and self.errors.is_too_high
+
+    def count_failed(self, row_index: int) -> None:
+        """A row carries an error."""
+        if self.errors is not None:
+            self.errors.add(row_index)
+
+
 class ProgressTracker:
     """Rates over a sliding window, and the time that is left by the share of tokens that are done."""
 
@@ -44,8 +64,9 @@ class ProgressTracker:
         self._started_at = time.monotonic()
         self._window: list[tuple[float, int, int]] = [(self._started_at, 0, 0)]
 
-    def advance(self, engine: Engine, *, rows_done: int) -> Progress:
-        metrics, now = engine.metrics, time.monotonic()
+    def advance(self, metrics: RunMetrics, *, kv_share: float, rows_done: int) -> Progress:
+        """The state after a step: `metrics` of the stage, `kv_share` of the pool in use, `rows_done` of the run."""
+        now = time.monotonic()
         prompt_tokens, output_tokens = metrics.computed_prompt_tokens, metrics.generated_tokens
         if now - self._window[-1][0] > _RATE_WINDOW_S / 20:
             self._window.append((now, prompt_tokens, output_tokens))
@@ -64,6 +85,6 @@ class ProgressTracker:
             rows_done=rows_done,
             prompt_tokens_per_s=(prompt_tokens - prompt_then) / seconds,
             output_tokens_per_s=(output_tokens - output_then) / seconds,
-            kv_share=engine.scheduler.pool.num_used / engine.scheduler.pool.num_blocks,
+            kv_share=kv_share,
             eta_s=elapsed * (1 - share) / share if share > 0.01 else None,
         )

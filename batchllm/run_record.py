@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
-import pyarrow
-import tokenizers
 import torch
 
-from batchllm import __version__
 from batchllm.data.run_folder import RecordedRun, runs_of_job
 from batchllm.data.run_views import TIER_COLUMNS
 from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.pool import KvShape
 from batchllm.errors import JobError
 from batchllm.job import Job
-from batchllm.plan.explain import EngineLimits, ModelFacts, explain
-from batchllm.plan.explanation import Explanation
-from batchllm.plan.plan import Plan
-from batchllm.plan.rates import ObservedRates, fit_steps, observed_rates
-from batchllm.plan.store import PromptStore
+from batchllm.planner.explain import EngineLimits, ModelFacts, explain
+from batchllm.planner.explanation import Explanation
+from batchllm.planner.plan import Plan
+from batchllm.planner.rates import ObservedRates, fit_steps, observed_rates
+from batchllm.planner.store import PromptStore
 from batchllm.prompt import Completion
 from batchllm.storage.tier import TierCounters
 
@@ -57,29 +51,13 @@ def dtype_name(dtype: torch.dtype, *, weights: str) -> str:
     return str(dtype).removeprefix("torch.") + ("" if weights == "auto" else f" ({weights} weights)")
 
 
-def job_as_yaml_values(job: Job) -> dict[str, Any]:
-    """The job with every default filled in, its date and its folder."""
-    return {**job.model_dump(mode="json", by_alias=True), "date": job.date.isoformat(), "folder": str(job.folder)}
-
-
-def versions(device: torch.device) -> dict[str, Any]:
-    """What ran: programs, libraries, machine."""
+def device_versions(device: torch.device) -> dict[str, Any]:
+    """What ran it on which device, beside `batchllm.run_versions`."""
     on_gpu = device.type == "cuda"
     return {
-        "batchllm": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "duckdb": duckdb.__version__,
-        "pyarrow": pyarrow.__version__,
-        "numpy": np.__version__,
-        "tokenizers": tokenizers.__version__,
-        "platform": platform.platform(),
-        "host": platform.node(),
         "device": torch.cuda.get_device_name(device) if on_gpu else f"cpu ({platform.machine()})",
         "threads": torch.get_num_threads(),
-        "num_cpus": os.cpu_count(),
-        "command": sys.argv,
     }
 
 
@@ -120,10 +98,10 @@ class EngineFacts:
             expected_share=expected_share,
         )
 
-    def plan_record(self, explanation: Explanation) -> dict[str, Any]:
-        """What `plan.json` holds: the explanation, and the engine it was made for."""
+    def plan_record(self, explanation: Explanation, *, stage: str | None, first_step: int) -> dict[str, Any]:
+        """A plan as `plan.json` holds it: the explanation, the engine it was made for, and which step of the run was its first."""
         engine = asdict(self.config) | {"block_bytes": self.block_bytes}
-        return {"explanation": explanation.to_json(), "engine": engine}
+        return {"stage": stage, "explanation": explanation.to_json(), "engine": engine, "first_step": first_step}
 
 
 class TierUse:
@@ -170,6 +148,10 @@ class GeneratedShare:
         self._store = store
         self._max_context = max_context
 
+    @property
+    def value(self) -> float:
+        return min(self.generated_tokens / self.allowed_tokens, 1.0) if self.allowed_tokens else 1.0
+
     def add(self, completion: Completion) -> None:
         """Takes in a finished sample; error rows say nothing."""
         if completion.error is not None:
@@ -180,8 +162,10 @@ class GeneratedShare:
         self.generated_tokens += len(completion.token_ids)
 
 
-def rates_record(steps: Mapping[str, Any], *, facts: EngineFacts, share: GeneratedShare) -> dict[str, Any] | None:
-    """What `rates.json` holds; None where the run was too short to tell."""
+def rates_record(
+    steps: Mapping[str, Any], *, facts: EngineFacts, shares: Sequence[tuple[str | None, GeneratedShare]]
+) -> dict[str, Any] | None:
+    """What `rates.json` holds; None where the run was too short to tell. `shares`: of each stage by its name."""
     costs = fit_steps(steps, block_bytes=facts.block_bytes)
     if costs is None:
         return None
@@ -189,10 +173,11 @@ def rates_record(steps: Mapping[str, Any], *, facts: EngineFacts, share: Generat
         costs,
         # An accepted draft is a row of a sequence that has one already.
         most_sequences=int((np.asarray(steps["num_decode_rows"]) - np.asarray(steps["num_accepted"])).max()),
-        generated_tokens=share.generated_tokens,
-        allowed_tokens=share.allowed_tokens,
+        generated_tokens=sum(share.generated_tokens for _, share in shares),
+        allowed_tokens=sum(share.allowed_tokens for _, share in shares),
     )
-    return rates.to_json()
+    by_stage = tuple((name, share.value) for name, share in shares if name is not None)
+    return replace(rates, stage_shares=by_stage).to_json()
 
 
 def last_rates(job: Job, *, model: str, device: str, dtype: str, before: str | None = None) -> ObservedRates | None:

@@ -15,23 +15,25 @@ from batchllm.data.prompts import Staging
 from batchllm.data.rendering import History
 from batchllm.job import Job
 from batchllm.models.tokenizer import Tokenizer
-from batchllm.plan.store import PromptStore
+from batchllm.planner.store import PromptStore
 from batchllm.prompt import Completion
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage, open: its job, its rows, where its prompts go. `name` and `completions` are None in a job without stages.
+    """One stage, open, by its `number` from 0: its job, its rows, where its prompts go. `name` and `completions` are None in a job without stages.
 
-    `completions` takes what a stage before the last answers.
+    `completions` takes what a stage before the last answers. `is_continued`: the next stage goes on with the conversation.
     """
 
+    number: int
     name: str | None
     job: Job
     input: Input
     staging: Staging
     history: History | None
     completions: StageCompletions | None
+    is_continued: bool
 
     @property
     def is_last(self) -> bool:
@@ -83,12 +85,14 @@ class RunStages:
             )
             self._stores.append(staging.store)
         return Stage(
+            number=number,
             name=self._names[number] if self._names else None,
             job=self.jobs[number],
             input=rows,
             staging=staging,
             history=history,
             completions=self._earlier[number] if number < len(self._earlier) else None,
+            is_continued=number + 1 < len(self.jobs) and self.jobs[number + 1].prompt.continues,
         )
 
     def close(self) -> None:

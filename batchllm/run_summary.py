@@ -8,7 +8,7 @@ from pathlib import Path
 
 from batchllm.engine.tier_report import TierReport
 from batchllm.errors import BatchLLMError, StoppedError
-from batchllm.plan.roofline import Roofline
+from batchllm.planner.roofline import Roofline
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,14 @@ from batchllm.data.prompts import Staging, stage_prompts
 from batchllm.engine.pool import KvShape
 from batchllm.errors import InputError, JobError
 from batchllm.job import Job, parse_size
-from batchllm.models.decoder import dtype_for
+from batchllm.models.decoder import dtype_for, kv_dtype_for
 from batchllm.models.registry import resolve_model
 from batchllm.models.source import read_config
 from batchllm.models.tokenizer import load_tokenizer
-from batchllm.plan.plan import make_plan
-from batchllm.plan.requests import Requests, read_trace, requests_of_plan
-from batchllm.plan.simulate import POLICIES, Replay, Sizes, simulate
+from batchllm.ops import REFERENCE
+from batchllm.planner.plan import make_plan
+from batchllm.planner.requests import Requests, read_trace, requests_of_plan
+from batchllm.planner.simulate import POLICIES, Replay, Sizes, simulate
 from batchllm.storage.cost import CostTable, Rate
 
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
@@ -94,7 +95,9 @@ def job_workload(job: Job, *, limit: int | None = None, note: Callable[[str], No
         finally:
             staging.close()
     dtype = dtype_for(settings.dtype, torch.device("cpu" if settings.device == "auto" else settings.device))
-    shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    # A replay runs no kernel: what the reference can keep, it can count.
+    kv_dtype = kv_dtype_for(settings.kv.dtype, dtype=dtype, kernels=REFERENCE)
+    shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype)
     requests = requests_of_plan(plan, block_size=settings.block_size)
     return Workload(job.name, requests, shape.block_bytes(settings.block_size))
 

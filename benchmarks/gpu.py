@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --engine       as well the whole engine with random weights (gpu_engine.py)
     python benchmarks/gpu.py --interpret    the checks alone, at small shapes in Triton's interpreter; needs no GPU
 
-Needs this tree, torch and triton; the engine what it imports besides. Timings are not reported while a check fails. Exit code 1 for a failed check, or
+Needs this tree, torch and triton; the engine numpy, llguidance and xxhash besides. Timings are not reported while a check fails. Exit code 1 for a failed check, or
 where there is no GPU.
 """
 

@@ -21,8 +21,8 @@ from batchllm.models.config import ModelConfig, RopeConfig
 from batchllm.models.decoder import Decoder
 from batchllm.models.weights import canonical_shapes
 from batchllm.ops import Kernels
-from batchllm.plan.plan import make_plan
-from batchllm.plan.store import PromptStore
+from batchllm.planner.plan import make_plan
+from batchllm.planner.store import PromptStore
 from batchllm.prompt import Completion, SamplingParams
 
 BLOCK_SIZE = 16
@@ -156,6 +156,7 @@ def run_workload(
                 num_blocks=num_blocks,
                 max_step_tokens=max_step_tokens,
                 max_sequences=max_sequences,
+                runs_ahead=decoder.kernels.name == "triton",
             ),
             seed=0,
             started_at=time.monotonic(),

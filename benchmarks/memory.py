@@ -26,7 +26,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-import batchllm.run as run_module
+import batchllm.run_engine as engine_module
+import batchllm.run_job as run_module
 from batchllm.job import load_job
 from batchllm.kernels.attention import AttentionPlan
 from batchllm.models.source import ModelSource
@@ -60,6 +61,7 @@ class StandInConfig:
 class StandInDecoder:
     """Every row's next token follows from its last one; keys and values stay unwritten."""
 
+    fingerprint: str = "stand-in"
     config: StandInConfig = field(default_factory=StandInConfig)
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -93,6 +95,9 @@ class StandInTokenizer:
     chat_template = None
     special_tokens: dict[str, int] = {}
     token_bytes = [b"text "] * VOCABULARY
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
 
     def encode_batch(self, texts: Sequence[str], *, allow_special: bool = True) -> list[np.ndarray]:
         encoded = [text.encode() for text in texts]
@@ -154,8 +159,10 @@ def put_stand_ins() -> None:
         "load_decoder": lambda source, *, dtype, device, kernels, int8_parts: decoder,
     }
     for name, stand_in in stand_ins.items():
-        assert hasattr(run_module, name), f"batchllm.run has no {name} any more"
-        setattr(run_module, name, stand_in)
+        modules = [module for module in (run_module, engine_module) if hasattr(module, name)]
+        assert modules, f"neither {run_module.__name__} nor {engine_module.__name__} has {name} any more"
+        for module in modules:
+            setattr(module, name, stand_in)
 
 
 def measure(folder: Path) -> dict[str, object]:

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from batchllm.plan.explain import EngineLimits, ModelFacts, explain
-from batchllm.plan.order import blend_order
-from batchllm.plan.plan import make_plan, most_decode_tokens
-from batchllm.plan.sort import sort_sequences
-from batchllm.plan.store import PromptStore
-from batchllm.plan.tree import build_tree, shared_with_previous
+from batchllm.planner.explain import EngineLimits, ModelFacts, explain
+from batchllm.planner.order import blend_order
+from batchllm.planner.plan import make_plan, most_decode_tokens
+from batchllm.planner.sort import sort_sequences
+from batchllm.planner.store import PromptStore
+from batchllm.planner.tree import build_tree, shared_with_previous
 from batchllm.prompt import SamplingParams
 
 VOCABULARY = 49152

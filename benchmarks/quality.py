@@ -20,10 +20,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from batchllm.engine.engine import kv_shape
+from batchllm.engine.decoder import kv_shape
 from batchllm.engine.pool import make_pool
 from batchllm.kernels.attention import AttentionPlan
-from batchllm.models.decoder import INT8_PARTS, PARTS, Decoder, load_decoder
+from batchllm.models.decoder import INT8_PARTS, PARTS, Decoder
+from batchllm.models.loading import load_decoder
 from batchllm.models.registry import resolve_model
 from batchllm.models.source import ModelSource
 from batchllm.models.tokenizer import load_tokenizer

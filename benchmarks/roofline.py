@@ -3,7 +3,7 @@
     python benchmarks/roofline.py OUTPUT_FOLDER [--run RUN_ID]     what a finished run recorded of itself
     python benchmarks/roofline.py [--shared 256] [--tokens 64]     a batch now: prompts behind one prefix of 512 tokens
 
-The formula stands in `batchllm/plan/roofline.py`. The machine is measured in the process of the run: best matrix product of a large size in
+The formula stands in `batchllm/planner/roofline.py`. The machine is measured in the process of the run: best matrix product of a large size in
 the run's dtype, best read of 256 MiB with all threads. On a machine that others use both come out too low, and the share too high. The last
 line is one JSON object.
 """
@@ -22,11 +22,12 @@ import torch
 from throughput import PREFIX_TOKENS, run_batch
 
 from batchllm.data.run_folder import recorded_runs
-from batchllm.models.decoder import dtype_for, load_decoder
+from batchllm.models.decoder import dtype_for
+from batchllm.models.loading import load_decoder
 from batchllm.models.registry import resolve_model
 from batchllm.models.tokenizer import load_tokenizer
 from batchllm.ops import select_kernels
-from batchllm.plan.roofline import roofline_text
+from batchllm.planner.roofline import roofline_text
 
 
 def recorded(output: Path, *, run_id: str | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whole Mooncake traces through `batchllm.plan.simulate`: next use beside LRU and the offline optimum.
+"""Whole Mooncake traces through `batchllm.planner.simulate`: next use beside LRU and the offline optimum.
 
     python benchmarks/simulate_traces.py ../shared/data/mooncake_traces [--limit N] [--sequences 1]
 
@@ -13,8 +13,8 @@ import json
 import time
 from pathlib import Path
 
-from batchllm.plan.requests import read_trace
-from batchllm.plan.simulate import Sizes, simulate
+from batchllm.planner.requests import read_trace
+from batchllm.planner.simulate import Sizes, simulate
 
 SHARES = (0.10, 0.25, 0.50, 0.90)
 SPLITS = {"pool+host": (0.5, 0.5, 0.0), "pool+disk": (0.25, 0.0, 0.75), "all three": (0.2, 0.3, 0.5)}

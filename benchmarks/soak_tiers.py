@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 from tiers import BLOCK_SIZE, TINY, Batch, NoVocabulary, Workload, stage
 
-from batchllm.engine.engine import Engine, EngineConfig, kv_shape
+from batchllm.engine.decoder import kv_shape
+from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.transfer import TierSetup
 from batchllm.models.decoder import Decoder
 from batchllm.models.random_model import RandomWeights

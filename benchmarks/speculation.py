@@ -23,16 +23,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchllm.engine.engine import Engine, kv_shape
+from batchllm.engine.decoder import kv_shape
+from batchllm.engine.engine import Engine
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.scheduler import Speculation
 from batchllm.engine.sizing import size_engine
-from batchllm.models.decoder import Decoder, dtype_for, load_decoder
+from batchllm.models.decoder import Decoder, dtype_for
+from batchllm.models.loading import load_decoder
 from batchllm.models.registry import resolve_model
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
 from batchllm.ops import select_kernels
-from batchllm.plan.plan import make_plan
-from batchllm.plan.store import PromptStore
+from batchllm.planner.plan import make_plan
+from batchllm.planner.store import PromptStore
 from batchllm.prompt import Completion, SamplingParams
 
 PASSAGE_WORDS = 90

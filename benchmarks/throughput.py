@@ -20,16 +20,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchllm.engine.engine import Engine, kv_shape
+from batchllm.engine.decoder import kv_shape
+from batchllm.engine.engine import Engine
 from batchllm.engine.roofline import run_roofline
 from batchllm.engine.sizing import size_engine
-from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for, load_decoder
+from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for
+from batchllm.models.loading import load_decoder
 from batchllm.models.registry import resolve_model
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
 from batchllm.ops import select_kernels
-from batchllm.plan.plan import make_plan
-from batchllm.plan.store import PromptStore
-from batchllm.plan.work import plan_work
+from batchllm.planner.plan import make_plan
+from batchllm.planner.store import PromptStore
+from batchllm.planner.work import plan_work
 from batchllm.prompt import Completion, SamplingParams
 
 FLOOR_TOKENS_PER_S = 250

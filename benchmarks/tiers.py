@@ -32,17 +32,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from batchllm.engine.engine import Engine, EngineConfig, kv_shape
+from batchllm.engine.decoder import kv_shape
+from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.sizing import most_blocks
 from batchllm.engine.tier_report import report_tiers
 from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
-from batchllm.models.decoder import Decoder, dtype_for, load_decoder
+from batchllm.models.decoder import Decoder, dtype_for
+from batchllm.models.loading import load_decoder
 from batchllm.models.random_model import SMALL, RandomWeights
 from batchllm.models.registry import resolve_model
 from batchllm.ops import select_kernels
-from batchllm.plan.plan import Plan, make_plan
-from batchllm.plan.store import PromptStore
+from batchllm.planner.plan import Plan, make_plan
+from batchllm.planner.store import PromptStore
 from batchllm.prompt import Completion, SamplingParams
 from batchllm.storage.keys import KeyScope
 

@@ -37,6 +37,16 @@ _UNITS_PER_BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The heads of one layer's attention; `dtype` is the query's."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """What one step's attention reads, the same for each layer. All tensors are int32, contiguous, on the pool's device.
 
@@ -51,9 +61,10 @@ class AttentionPlan:
     `merge_rows` [num_merge_rows], `merge_start` [num_merge_rows + 1], `merge_partials`: the rows whose output is merged, and for
         the i-th of them the partial numbers `merge_partials[merge_start[i]:merge_start[i + 1]]`, ascending in position.
         A partial that lies wholly after a row's position was never written and is not listed.
-    `schedule`: what `attention_triton.schedule_items` made of the items, once a step; None: each launch makes its own.
+    `schedule`: what `schedule_attention` made of the items, once a step; None where nothing is to be made, or each launch makes its own.
 
-    A step that a CUDA graph replays has tensors of fixed shapes: items of 0 rows, and merge rows without partials, do nothing on a GPU.
+    A step that a CUDA graph replays has tensors of fixed shapes: items of 0 rows, and merge rows without partials, do nothing (the native
+    kernels are never given any).
     """
 
     positions: torch.Tensor
@@ -64,6 +75,11 @@ class AttentionPlan:
     merge_partials: torch.Tensor
     num_partials: int
     schedule: torch.Tensor | None = None
+
+
+def schedule_attention(plan: AttentionPlan, heads: HeadShape) -> AttentionPlan:
+    """What all layers of a step can share, made once: the plan itself where a backend walks the items as they are."""
+    return plan
 
 
 def attention(
@@ -123,8 +139,11 @@ def merge(
     `accumulators` [num_partials, num_heads, head_dim], `maxima` and `sums` [num_partials, num_heads], all float32.
     """
     starts = plan.merge_start.long()
-    counts = starts[1:] - starts[:-1]
-    first = plan.merge_partials[starts[:-1]].long()
+    listed = (starts[1:] > starts[:-1]).nonzero().squeeze(1)
+    if listed.numel() == 0:
+        return
+    starts, counts = starts[listed], (starts[1:] - starts[:-1])[listed]
+    first = plan.merge_partials[starts].long()
     running = (accumulators[first], maxima[first], sums[first])
     for number in range(1, int(counts.max())):
         active = (counts > number).nonzero().squeeze(1)
@@ -135,7 +154,7 @@ def merge(
         )
         for whole, part in zip(running, folded, strict=True):
             whole[active] = part
-    out[plan.merge_rows.long()] = (running[0] / running[2].unsqueeze(-1)).to(out.dtype)
+    out[plan.merge_rows[listed].long()] = (running[0] / running[2].unsqueeze(-1)).to(out.dtype)
 
 
 def fold(

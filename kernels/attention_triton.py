@@ -17,11 +17,12 @@ partials between the two kernels.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from batchllm.kernels.attention import CHUNK, AttentionPlan
+from batchllm.kernels.attention import CHUNK, AttentionPlan, HeadShape
 from batchllm.kernels.floats import as_kernel_operand, product, widen
 from batchllm.kernels.launch import jit, launch, next_power_of_2, tl
 from batchllm.kernels.tuning import Config, exact_config, launch_options, num_processors
@@ -29,14 +30,10 @@ from batchllm.kernels.tuning import Config, exact_config, launch_options, num_pr
 _LOG2_E = 1.4426950408889634
 
 
-def schedule_items(
-    plan: AttentionPlan, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """The units of the plan's items, for `AttentionPlan.schedule`: int32 [2 + num_items + 1], valid for every layer of
-    the step.
+def schedule_attention_triton(plan: AttentionPlan, heads: HeadShape) -> AttentionPlan:
+    """`schedule_attention` on a GPU: the plan with the units of its items, int32 [2 + num_items + 1].
 
-    `dtype` is the query's. Two tickets (next unit, programs done; the kernel leaves them at 0), then each item's first
-    unit, then their
+    Two tickets (next unit, programs done; the kernel leaves them at 0), then each item's first unit, then their
     number. Enqueues one small kernel and does not wait for the device.
     """
     device = plan.items.device
@@ -50,15 +47,15 @@ def schedule_items(
             "items": plan.items,
             "schedule": schedule,
             "num_items": num_items,
-            "NUM_KV_HEADS": num_kv_heads,
-            "GROUP": num_heads // num_kv_heads,
-            "TILE_ROWS": _config(dtype, head_dim, device)["tile_rows"],
+            "NUM_KV_HEADS": heads.num_kv_heads,
+            "GROUP": heads.num_heads // heads.num_kv_heads,
+            "TILE_ROWS": _config(heads.dtype, heads.head_dim, device)["tile_rows"],
             "CHUNK": CHUNK,
             "BLOCK": 1024,
         },
         options={"num_warps": 4},
     )
-    return schedule
+    return replace(plan, schedule=schedule)
 
 
 @jit(do_not_specialize=["num_items"])
@@ -316,11 +313,8 @@ def attention_triton(
     accumulators = torch.empty(plan.num_partials, num_heads, head_dim, device=device)
     maxima = torch.empty(plan.num_partials, num_heads, device=device)
     sums = torch.empty(plan.num_partials, num_heads, device=device)
-    schedule = plan.schedule
-    if schedule is None:
-        schedule = schedule_items(
-            plan, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=query.dtype
-        )
+    if plan.schedule is None:
+        plan = schedule_attention_triton(plan, HeadShape(num_heads, num_kv_heads, head_dim, query.dtype))
     main_dim = 1 << (head_dim.bit_length() - 1)
     launch(
         _attention_kernel,
@@ -333,7 +327,7 @@ def attention_triton(
             "positions": plan.positions,
             "block_table": plan.block_table,
             "items": plan.items,
-            "schedule": schedule,
+            "schedule": plan.schedule,
             "accumulators": accumulators,
             "maxima": maxima,
             "sums": sums,

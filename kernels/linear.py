@@ -433,10 +433,18 @@ def linear_rope_write_kv(
     positions: torch.Tensor,
     slots: torch.Tensor,
     num_heads: int,
+    kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rope_write_kv` of y."""
     return rope_write_kv(
-        linear(x, packed), cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads
+        linear(x, packed),
+        cos_sin,
+        kv,
+        layer=layer,
+        positions=positions,
+        slots=slots,
+        num_heads=num_heads,
+        kv_scale=kv_scale,
     )
 
 
@@ -465,8 +473,16 @@ def linear_rope_write_kv_triton(
     positions: torch.Tensor,
     slots: torch.Tensor,
     num_heads: int,
+    kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`linear_rope_write_kv`."""
     return rope_write_kv_triton(
-        linear_triton(x, packed), cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads
+        linear_triton(x, packed),
+        cos_sin,
+        kv,
+        layer=layer,
+        positions=positions,
+        slots=slots,
+        num_heads=num_heads,
+        kv_scale=kv_scale,
     )

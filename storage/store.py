@@ -171,6 +171,11 @@ class TieredStore:
             if not is_still_to_keep:
                 self._discard_from_host(key)
 
+    def drop_before(self, next_use: float) -> None:
+        """`drop` of every block whose next use has gone by: nothing else would ever displace it."""
+        for key in [key for key, use in self._uses.items() if use.next_use < next_use]:
+            self.drop(key)
+
     def poll(self, timeout_s: float = 0.0) -> list[Transfer]:
         """Move everything on; the handles that have ended since the last poll, each returned once.
 

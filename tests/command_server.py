@@ -18,8 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Imports the run, and so everything that is slow to import.
-import batchllm.cli.progress  # noqa: F401
+# Between them they import everything that is slow to import.
+import batchllm.nightly.unattended
+import batchllm.run_engine  # noqa: F401
 from batchllm.cli.main import main
 from batchllm.data.outputs import PartLimits
 

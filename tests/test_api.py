@@ -120,3 +120,24 @@ def test_mistakes_are_typed_errors(make_job: MakeJob, tmp_path: Path) -> None:
         make_job(prompt={"template": "{{ text"})
     with pytest.raises(InputError, match="nothing.parquet"):
         run(make_job(), tmp_path / "nothing.parquet")
+
+
+def test_each_row_may_bring_its_own_labels(make_job: MakeJob) -> None:
+    labels = [["yes", "no"], ["red", "green", "blue"], ["yes", "no"], None, [], ["a", "a"], ["x", None]]
+    table = pa.table(
+        {"text": [f"row {number}" for number in range(7)], "labels": pa.array(labels, pa.list_(pa.string()))}
+    )
+    rows = run(make_job(output={"choice": {"column": "labels"}}), table).to_table().to_pylist()
+    assert [row["completion"] in (one or []) for row, one in zip(rows[:3], labels, strict=False)] == [True] * 3
+    assert {row["stop_reason"] for row in rows[:3]} <= {"choice", None}
+    assert [row["error"] for row in rows[3:]] == [
+        "row 3: column 'labels' as output.choice: must be a list of at least one label",
+        "row 4: column 'labels' as output.choice: must be a list of at least one label",
+        "row 5: column 'labels' as output.choice: names a label twice",
+        "row 6: column 'labels' as output.choice: must be text, not nothing",
+    ]
+
+
+def test_a_column_of_labels_that_is_missing_is_named(make_job: MakeJob) -> None:
+    with pytest.raises(InputError, match=r"output\.choice: the input has no column 'labels'"):
+        run(make_job(output={"choice": {"column": "labels"}}), pa.table({"text": ["a"]}))

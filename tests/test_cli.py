@@ -53,7 +53,7 @@ def run_in_one_line(
 
 BAD_JOBS: list[tuple[dict[str, Any], int, str]] = [
     ({"engine": {"blocksize": 4}}, 2, "unknown key; the nearest known key is block_size"),
-    ({"sampling": {"max_tokens": 0}}, 2, "sampling.max_tokens: greater than or equal to 1"),
+    ({"sampling": {"max_tokens": 0}}, 2, "sampling.max_tokens: must be at least 1, not 0"),
     ({"input": {"path": "rows.parquet", "sql": "select 1"}}, 2, "needs exactly one of path, sql and openai_batch"),
     ({"prompt": {"template": "{{ text "}}, 2, "not a valid template"),
     ({"output": {"path": "out/{{ yesterday }}"}}, 2, "{{ yesterday }} is not known here"),

@@ -80,10 +80,14 @@ def test_overrides_replace_and_add_values(tmp_path: Path) -> None:
             "/job.yaml:10: sampling.max_token: unknown key; the nearest known key is max_tokens",
         ),
         ("name: sum", "nam: sum", "/job.yaml:1: nam: unknown key; the nearest known key is name"),
-        ("max_tokens: 32", "max_tokens: many", "/job.yaml:10: sampling.max_tokens: a valid integer"),
-        ("max_tokens: 32", "max_tokens: true", "/job.yaml:10: sampling.max_tokens: a valid integer"),
-        ("max_tokens: 32", "max_tokens: 0", "/job.yaml:10: sampling.max_tokens: greater than or equal to 1"),
-        ("max_tokens: 32", "max_tokens: {colum: m}", "/job.yaml:10: sampling.max_tokens: a valid integer"),
+        ("max_tokens: 32", "max_tokens: many", '/job.yaml:10: sampling.max_tokens: must be a whole number, not "many"'),
+        ("max_tokens: 32", "max_tokens: true", "/job.yaml:10: sampling.max_tokens: must be a whole number, not true"),
+        ("max_tokens: 32", "max_tokens: 0", "/job.yaml:10: sampling.max_tokens: must be at least 1, not 0"),
+        (
+            "max_tokens: 32",
+            "max_tokens: {colum: m}",
+            "/job.yaml:10: sampling.max_tokens: must be a whole number, not a mapping",
+        ),
         ("temperature: 1e-5", "temperature: .nan", "/job.yaml:11: sampling.temperature: "),
         ("temperature: 1e-5", "min_tokens: 50", "/job.yaml:9: sampling: min_tokens 50 is above max_tokens 32"),
         ("name: summarise", "name: summarise\nname: b", "/job.yaml:2: not valid YAML: the key 'name' is written twice"),
@@ -97,7 +101,23 @@ def test_overrides_replace_and_add_values(tmp_path: Path) -> None:
         ("{{ text }}", "{{ text", "/job.yaml:7: prompt.template: not a valid template, at its line "),
         ("{{ date }}", "{{ dat }}", "/job.yaml:13: output.path: {{ dat }} is not known here"),
         ("name: summarise", "name: [", "/job.yaml:3: not valid YAML: "),
-        ("keep: [title]", "keep: [title, 3]", "/job.yaml:5: input.keep.1: a valid string"),
+        (
+            "name: summarise\n",
+            "name: a\n---\nname: summarise\n",
+            "/job.yaml:2: a second YAML document begins here; a job file holds one, so remove the line ---",
+        ),
+        (
+            "name: summarise",
+            "name: {{ name }}",
+            "/job.yaml:1: text that begins with {{ must stand in quotes; without them YAML reads a mapping",
+        ),
+        ("name: summarise", 'name: ""', "/job.yaml:1: name: must not be empty"),
+        (
+            "name: summarise",
+            "engine: {device: gpu}\nname: summarise",
+            "/job.yaml:1: engine.device: must be 'auto', 'cuda' or 'cpu', not \"gpu\"",
+        ),
+        ("keep: [title]", "keep: [title, 3]", "/job.yaml:5: input.keep.1: must be text, not 3"),
         (
             "name: summarise",
             "name: !!python/object/apply:os.getcwd []",
@@ -115,10 +135,17 @@ def test_a_mistake_in_an_override_names_the_override(tmp_path: Path) -> None:
         "--set engine.blok_size=8: engine.blok_size: unknown"
     )
     assert error_of(tmp_path, GOOD, "engine.block_size=no").startswith(
-        "--set engine.block_size=no: engine.block_size: a"
+        '--set engine.block_size=no: engine.block_size: must be a whole number, not "no"'
     )
     assert error_of(tmp_path, GOOD, "block_size").startswith("--set block_size: write it as key.key=value")
     assert error_of(tmp_path, GOOD, "name.x=1").startswith("--set name.x=1: name is not a mapping")
+    assert error_of(tmp_path, GOOD, "prompt.template={{ text }}") == (
+        "--set prompt.template={{ text }}: text that begins with {{ must stand in quotes; without them YAML reads a mapping"
+    )
+    assert error_of(tmp_path, GOOD, "input={path:x}").endswith(
+        "input.path:x: unknown key; YAML wants a space after a colon"
+    )
+    assert error_of(tmp_path, GOOD, "sampling.stop={a, b}").endswith("sampling.stop: must be a list, not a mapping")
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "hello", "null", "\x00", "a: 1\n---\nb: 2", "a: &a [*a]"])
@@ -219,6 +246,7 @@ def test_sizes_are_bytes() -> None:
         ("schema: nothing.json", "output.schema: there is no file /nothing.json"),
         ("regex: 'a('", "output.regex: not a valid regular expression: unclosed group"),
         ("choice: [a, a]", "output.choice: names a label twice"),
+        ("choice: {column: 3}", "output.choice.column: must be text, not 3"),
         ("choice: []", "output.choice: must be a list of at least one label"),
         ("choices: [a]", "output.choices: unknown key; the nearest known key is choice"),
     ],

@@ -19,7 +19,7 @@ import duckdb
 import pytest
 
 from batchllm.job import load_job
-from batchllm.run import run_job
+from batchllm.run_job import run_job
 from batchllm.run_summary import RunSummary
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -33,6 +33,13 @@ def run_options(command: _Command) -> _Command:
                 help="Give up with exit code 1 once more than 5% of all rows are sure to carry an error.",
             ),
             click.option("--retry-errors", is_flag=True, help="Run rows that carry an error again."),
+            click.option(
+                "--log-format",
+                type=click.Choice(["text", "json"]),
+                default="text",
+                show_default=True,
+                help="What is said on stderr: lines for a person, or one JSON object a line.",
+            ),
         ]
     ):
         command = option(command)

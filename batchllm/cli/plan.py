@@ -29,7 +29,8 @@ def plan(
     The model's weights are not loaded, nothing is written, and a run may be going on meanwhile.
     """
     from batchllm.job import load_job
-    from batchllm.planning import analyze_last_run, plan_job
+    from batchllm.planning import plan_job
+    from batchllm.planning_analysis import analyze_last_run
 
     if analyze and limit is not None:
         raise click.UsageError("--analyze compares a run that was; --limit is for a plan")

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
+from typing import TYPE_CHECKING, Literal
 
 import click
-from tqdm import tqdm
 
-from batchllm.run_progress import Progress
+from batchllm.cli.log import JsonLog
+
+if TYPE_CHECKING:  # a view is there before the imports that take time
+    from tqdm import tqdm
+
+    from batchllm.run_progress import Progress
 
 _LINE_INTERVAL_S = 10.0
 
@@ -18,7 +25,8 @@ class ProgressView:
     """Shows `Progress` as it comes. A context manager: leaving it closes the bar."""
 
     def __init__(self, *, name: str, quiet: bool) -> None:
-        self._name = name
+        """`name`: of the job, or of its file until that is read. `quiet`: errors and warnings only."""
+        self.name = name
         self._quiet = quiet
         self._bar: tqdm | None = None
         self._next_line_at = 0.0
@@ -35,14 +43,32 @@ class ProgressView:
         """Closes the bar; a second call does nothing."""
         if self._bar is not None:
             self._bar.close()
+            self._bar = None
+
+    def for_date(self, name: str, date: datetime.date) -> ProgressView:
+        """The view of one of several dates."""
+        return ProgressView(name=f"{name} {date}", quiet=self._quiet)
 
     def note(self, text: str) -> None:
         """One line that stays."""
-        if self._quiet:
-            return
+        if not self._quiet:
+            self._say(f"{self.name}: {text}")
+
+    def warn(self, text: str) -> None:
+        """One line that someone should look at."""
+        self._say(text)
+
+    def error(self, text: str, *, exit_code: int) -> None:
+        """Why the command ends, or a part of it did."""
+        self._say(f"batchllm: {text}")
+
+    def summary(self, values: Mapping[str, object]) -> None:
+        """Nothing: the summary goes to standard output."""
+
+    def _say(self, text: str) -> None:
         if self._bar is not None:
             self._bar.clear()
-        click.echo(f"{self._name}: {text}", err=True)
+        click.echo(text, err=True)
 
     def update(self, progress: Progress) -> None:
         """The state of the run; called after each step."""
@@ -56,12 +82,19 @@ class ProgressView:
 
     def _draw(self, progress: Progress) -> None:
         if self._bar is None:
+            from tqdm import tqdm
+
             self._bar = tqdm(
-                total=progress.rows_total, initial=progress.rows_before, desc=self._name, unit="row", dynamic_ncols=True
+                total=progress.rows_total, initial=progress.rows_before, desc=self.name, unit="row", dynamic_ncols=True
             )
         self._bar.set_postfix_str(_rates(progress), refresh=False)
         self._bar.update(progress.rows_done - self._bar.n)
         self._bar.refresh()
+
+
+def open_view(log_format: Literal["text", "json"], *, name: str, quiet: bool) -> ProgressView | JsonLog:
+    """What `--log-format` asks for; `quiet` is for the human form."""
+    return JsonLog(name=name) if log_format == "json" else ProgressView(name=name, quiet=quiet)
 
 
 def _rates(progress: Progress) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -38,6 +39,7 @@ def run(
     deadline: str | None,
     max_error_rate: str | None,
     retry_errors: bool,
+    log_format: Literal["text", "json"],
     date: datetime.datetime | None,
     as_json: bool,
     summary_file: Path | None,
@@ -48,28 +50,29 @@ def run(
     Exit codes: 0 every row completed, 1 the job could not run, no row of it completed or too many failed, 2 wrong usage, 3 finished with
     error rows, 4 another run is at it, 130 stopped (run it again to finish).
     """
+    from batchllm.cli.progress import open_view
     from batchllm.cli.stopping import StopWish
 
-    rules = stop_rules(deadline=deadline, max_error_rate=max_error_rate)
-    # Before the imports: they take seconds, and a night's stop may come during them.
-    stop = StopWish(deadline=rules.deadline)
+    with open_view(log_format, name=job_file.stem, quiet=as_json) as view:
+        rules = stop_rules(deadline=deadline, max_error_rate=max_error_rate)
+        # Before the imports: they take seconds, and a night's stop may come during them.
+        stop = StopWish(deadline=rules.deadline, say=view.warn)
 
-    from batchllm.cli.progress import ProgressView
-    from batchllm.cli.summary import summary_text
-    from batchllm.data.parts import recorded_date
-    from batchllm.job import load_job
-    from batchllm.nightly.unattended import Reports, run_unattended
-    from batchllm.run import RunOptions
-    from batchllm.run_progress import Observer
-    from batchllm.run_summary import summary_values
+        from batchllm.cli.summary import summary_text
+        from batchllm.data.parts import recorded_date
+        from batchllm.job import load_job
+        from batchllm.nightly.unattended import Reports, run_unattended
+        from batchllm.run_job import RunOptions
+        from batchllm.run_progress import Observer
+        from batchllm.run_summary import summary_values
 
-    job = load_job(job_file, overrides=overrides, date=date.date() if date else None)
-    if date is None:
-        # A resume after midnight goes on with the date under which its rows were written.
-        recorded = recorded_date(Path(job.output.path))
-        if recorded is not None and recorded != job.date:
-            job = load_job(job_file, overrides=overrides, date=recorded)
-    with ProgressView(name=job.name, quiet=as_json) as view:
+        job = load_job(job_file, overrides=overrides, date=date.date() if date else None)
+        view.name = job.name
+        if date is None:
+            # A resume after midnight goes on with the date under which its rows were written.
+            recorded = recorded_date(Path(job.output.path))
+            if recorded is not None and recorded != job.date:
+                job = load_job(job_file, overrides=overrides, date=recorded)
         summary = run_unattended(
             job,
             job_file=job_file,
@@ -77,7 +80,9 @@ def run(
             reports=Reports(summary=summary_file, metrics=metrics_file),
             observer=Observer(note=view.note, progress=view.update, should_stop=stop.asked),
         )
+        view.close()
+        view.summary(summary_values(summary))
+        if summary.too_many_errors is not None:
+            view.error(summary.too_many_errors, exit_code=summary.exit_code)
     click.echo(json.dumps(summary_values(summary)) if as_json else summary_text(summary))
-    if summary.too_many_errors is not None:
-        click.echo(f"batchllm: {summary.too_many_errors}", err=True)
     context.exit(summary.exit_code)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchllm.plan.simulate import Replay
+from batchllm.planner.simulate import Replay
 from batchllm.simulation import Simulation
 
 _COLUMNS = (

@@ -5,9 +5,8 @@ from __future__ import annotations
 import datetime
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
-
-import click
 
 
 class StopWish:
@@ -16,8 +15,9 @@ class StopWish:
     A second SIGINT ends the process at once.
     """
 
-    def __init__(self, *, deadline: datetime.datetime | None) -> None:
-        """`deadline` is aware. It is compared with the wall clock, so a machine that slept stops when it wakes."""
+    def __init__(self, *, deadline: datetime.datetime | None, say: Callable[[str], None]) -> None:
+        """`deadline` is aware. It is compared with the wall clock, so a machine that slept stops when it wakes. `say` gets the one line."""
+        self._say = say
         self._deadline_s = None if deadline is None else deadline.timestamp()
         self._is_asked = False
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -31,7 +31,7 @@ class StopWish:
 
     def _ask(self, text: str) -> None:
         self._is_asked = True
-        click.echo(text, err=True)
+        self._say(text)
 
     def asked(self) -> bool:
         if not self._is_asked and self._deadline_s is not None and time.time() >= self._deadline_s:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from batchllm.engine.tier_report import TierReport
-from batchllm.plan.roofline import roofline_text
+from batchllm.planner.roofline import roofline_text
 from batchllm.run_summary import RunSummary
 
 

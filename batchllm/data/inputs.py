@@ -136,6 +136,7 @@ def needed_columns(job: JobSections, *, schema: pa.Schema) -> list[str]:
                 except ValueError as error:
                     raise InputError(f"{at}prompt.{key}: {error}") from None
         named[f"{at}prompt.messages"] = stage.prompt.messages
+        named[f"{at}output.choice"] = stage.output.choice_column
         named |= {f"{at}sampling.{field}": column for field, column in stage.sampling.columns().items()}
     for key, column in named.items():
         if column is not None and column not in names:

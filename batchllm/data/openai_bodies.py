@@ -6,9 +6,15 @@ A key that would change the answer and cannot be honoured is refused by name; on
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from batchllm.data.constraints import schema_grammar
+from batchllm.prompt import Grammar
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
@@ -26,10 +32,39 @@ def _refused(value: object) -> object:
     raise ValueError("is not supported here")
 
 
-def _plain_text_format(value: object) -> object:
+@lru_cache(maxsize=256)
+def _form_of(schema: str) -> Grammar:
+    return schema_grammar(json.loads(schema))
+
+
+def _answer_form(value: object) -> Grammar | None:
+    """What `response_format` asks of an answer; None: free text."""
     if value is None or value == {"type": "text"}:
         return None
-    raise ValueError('is not supported here, except {"type": "text"}')
+    if value == {"type": "json_object"}:
+        return _form_of('{"type": "object"}')
+    if (
+        not isinstance(value, dict)
+        or value.get("type") != "json_schema"
+        or not isinstance(value.get("json_schema"), dict)
+    ):
+        raise ValueError(
+            'must be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {…}}'
+        )
+    unknown = [*value.keys() - {"type", "json_schema"}, *value["json_schema"].keys() - _FORM_KEYS]
+    if unknown:
+        raise ValueError(f"{sorted(unknown)[0]} is not known here")
+    schema = value["json_schema"].get("schema")
+    if not isinstance(schema, dict):
+        raise ValueError(f"json_schema.schema {'is missing' if schema is None else 'must be an object'}")
+    try:
+        return _form_of(json.dumps(schema))
+    except ValueError as error:
+        raise ValueError(f"json_schema.schema: {error}") from None
+
+
+# A form is always kept to, `strict` or not.
+_FORM_KEYS = frozenset({"name", "description", "schema", "strict"})
 
 
 Refused = Annotated[None, BeforeValidator(_refused)]
@@ -87,7 +122,7 @@ class _Body(BaseModel):
     user: object = None
 
     def sampling(self) -> dict[str, Any]:
-        """Field of `SamplingParams` → value, for those that the body sets."""
+        """Field of `SamplingParams` → value, plain JSON, for those that the body sets."""
         return {name: value for name in _SAMPLING_KEYS if (value := getattr(self, name)) is not None}
 
 
@@ -134,7 +169,7 @@ class ChatBody(_Body):
     web_search_options: Refused = None
     reasoning_effort: Refused = None
     modalities: Annotated[object, BeforeValidator(lambda value: _refused(None if value == ["text"] else value))] = None
-    response_format: Annotated[None, BeforeValidator(_plain_text_format)] = None
+    response_format: Annotated[Grammar | None, BeforeValidator(_answer_form)] = None
     # Of no effect on the answer.
     parallel_tool_calls: object = None
     metadata: object = None
@@ -157,6 +192,8 @@ class ChatBody(_Body):
             values["max_tokens"] = self.max_completion_tokens
         if self.logprobs:
             values["logprobs"] = self.top_logprobs or 0
+        if self.response_format is not None:
+            values["grammar"] = asdict(self.response_format)
         return values
 
 

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from batchllm.data.openai_bodies import CHAT_URL, COMPLETIONS_URL, SERVICE_DEFAULTS, ChatBody, CompletionsBody
-from batchllm.data.sections import SamplingSection, describe
+from batchllm.data.phrases import describe
+from batchllm.data.sections import SamplingSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ def _with_body(request: Request, body: dict[str, Any]) -> Request:
         parsed = kind.model_validate(body)
         sampling = parsed.sampling()
         # The limits of sampling stand in one place.
-        SamplingSection.model_validate({"max_tokens": 1 << 24, **sampling})
+        limited = {name: value for name, value in sampling.items() if name != "grammar"}
+        SamplingSection.model_validate({"max_tokens": 1 << 24, **limited})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if first["type"] == "extra_forbidden":

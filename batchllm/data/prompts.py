@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchllm.data.cells import BadCell, carried_column, python_cells
+from batchllm.data.constraint_section import row_choice
 from batchllm.data.inputs import Input
 from batchllm.data.kept import KeptRows
 from batchllm.data.openai_bodies import SERVICE_DEFAULTS
@@ -22,10 +23,11 @@ from batchllm.data.openai_input import SAMPLING_COLUMN
 from batchllm.data.rendering import History, PromptRenderer, PromptTokenizer
 from batchllm.data.sections import JobSections, SamplingSection, request_params
 from batchllm.errors import OutputError
-from batchllm.plan.store import PromptStore
+from batchllm.planner.store import PromptStore
 from batchllm.prompt import Grammar, SamplingParams
 
 _MAX_SEEN = 100_000
+_CHOICE = "output.choice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def stage_prompts(
     sampling = (
         _RequestSampling(job.sampling, store=staging.store, grammar=grammar)
         if input.holds_requests
-        else _RowSampling(job.sampling, store=staging.store, grammar=grammar)
+        else _RowSampling(job.sampling, store=staging.store, grammar=grammar, choice_column=job.output.choice_column)
     )
     row_index = 0
     try:
@@ -179,13 +181,19 @@ def _stage_tokens(
 class _RowSampling:
     """The sampling of each row as a number of the store; equal cells are checked once."""
 
-    def __init__(self, section: SamplingSection, *, store: PromptStore, grammar: Grammar | None) -> None:
+    def __init__(
+        self, section: SamplingSection, *, store: PromptStore, grammar: Grammar | None, choice_column: str | None
+    ) -> None:
+        """`choice_column` holds each row's labels, in the place of a `grammar` for all."""
         self._section = section
         self._store = store
         self._grammar = grammar
+        self._choice_column = choice_column
         self._columns = section.columns()
+        if choice_column is not None:
+            self._columns[_CHOICE] = choice_column
         self._seen: dict[str, int | str] = {}
-        self._fixed = None if self._columns else self._number(section.params())
+        self._fixed = None if self._columns else self._number(section.params(), grammar=grammar)
 
     def ids(self, batch: pa.RecordBatch, *, todo: np.ndarray, errors: dict[int, str]) -> dict[int, int]:
         places = [place for place in np.flatnonzero(todo).tolist() if place not in errors]
@@ -212,12 +220,15 @@ class _RowSampling:
             if isinstance(value, BadCell):
                 return str(value)
         try:
-            return self._number(self._section.params(values))
+            grammar = self._grammar
+            if self._choice_column is not None:
+                grammar = row_choice(values[_CHOICE], column=self._choice_column)
+            return self._number(self._section.params(values), grammar=grammar)
         except ValueError as error:
             return str(error)
 
-    def _number(self, params: SamplingParams) -> int:
-        return self._store.intern_sampling(dataclasses.replace(params, grammar=self._grammar))
+    def _number(self, params: SamplingParams, *, grammar: Grammar | None) -> int:
+        return self._store.intern_sampling(dataclasses.replace(params, grammar=grammar))
 
 
 class _RequestSampling:
@@ -249,8 +260,11 @@ class _RequestSampling:
         return found
 
     def _check(self, url: str, text: str) -> int | str:
+        values = json.loads(text)
+        form = values.pop("grammar", None)
         try:
-            params = request_params(self._section, defaults=SERVICE_DEFAULTS[url], values=json.loads(text))
+            params = request_params(self._section, defaults=SERVICE_DEFAULTS[url], values=values)
         except ValueError as error:
             return str(error)
-        return self._store.intern_sampling(dataclasses.replace(params, grammar=self._grammar))
+        grammar = self._grammar if form is None else Grammar(**form)
+        return self._store.intern_sampling(dataclasses.replace(params, grammar=grammar))

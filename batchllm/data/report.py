@@ -17,7 +17,7 @@ NUM_BINS = 120
 """Points of a curve over time: what a page of usual width can show."""
 
 NUM_BARS = 30
-NUM_SLOWEST, NUM_FAILED, NUM_REASONS, NUM_RUNS = 20, 100, 20, 14
+NUM_SLOWEST, NUM_FAILED, NUM_REASONS, NUM_RUNS, NUM_SHARED_RUNS = 20, 100, 20, 14, 10
 _EXCERPT = 160
 
 Rows = list[dict[str, Any]]
@@ -89,7 +89,7 @@ def build_report(output: Path, *, run_id: str | None = None) -> Report:
             tiers=_rows(connection, _TIERS),
             phases=_rows(connection, _PHASES),
             latencies=tuple(_latency(connection, column, label=label) for column, label in _LATENCIES.items()),
-            shared_runs=((run.plan or {}).get("explanation") or {}).get("biggest_nodes", []),
+            shared_runs=_shared_runs(run),
             slowest=_rows(connection, _SLOWEST),
             failed=_rows(connection, _FAILED),
             reasons=_rows(connection, _REASONS),
@@ -203,10 +203,22 @@ def _round_up(width: float) -> float:
     return float(f"{math.ceil(width / unit) * unit:.2g}")
 
 
+def _plans(run: RecordedRun) -> list[dict[str, Any]]:
+    """The run's plans as they were recorded, one for each stage; none where another version of this program ran."""
+    plans = (run.plan or {}).get("plans")
+    return [plan for plan in plans if isinstance(plan, dict)] if isinstance(plans, list) else []
+
+
+def _shared_runs(run: RecordedRun) -> Rows:
+    """The runs of tokens that saved most, of all stages."""
+    found = [node for plan in _plans(run) for node in (plan.get("explanation") or {}).get("biggest_nodes", [])]
+    return sorted(found, key=lambda node: -int(node.get("tokens_saved", 0)))[:NUM_SHARED_RUNS]
+
+
 def _block_bytes(run: RecordedRun) -> int:
     """Bytes of a block as the plan recorded it; 0 where it did not, which leaves the curve out."""
-    value = ((run.plan or {}).get("engine") or {}).get("block_bytes")
-    return value if isinstance(value, int) else 0
+    values = [(plan.get("engine") or {}).get("block_bytes") for plan in _plans(run)]
+    return values[0] if values and isinstance(values[0], int) else 0
 
 
 def _compared(run: RecordedRun, output: Path) -> Rows:

@@ -15,7 +15,7 @@ from batchllm.data.report import Report, Rows
 from batchllm.data.report_charts import curve_chart, latency_chart, tier_chart
 from batchllm.data.report_numbers import duration, moment, number, share, size
 from batchllm.errors import OutputError
-from batchllm.plan.roofline import roofline_text
+from batchllm.planner.roofline import roofline_text
 
 PAGE_FILE = "report.html"
 _TEMPLATE = Path(__file__).with_name("report.html.jinja")

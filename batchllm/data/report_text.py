@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 
 from batchllm.data.report import Report
 from batchllm.data.report_numbers import duration, moment, number, share
-from batchllm.plan.roofline import roofline_text
+from batchllm.planner.roofline import roofline_text
 
 _WIDTH = 100
 

@@ -3,7 +3,7 @@
     job.yaml       the job as it was resolved: paths absolute, dates filled in, overrides applied
     versions.json  what ran it: batchllm, Python, torch, DuckDB, PyArrow, device, kernels
     summary.json   what came of it; its `status` is running, finished, stopped or failed
-    plan.json      what the plan promised, once there was one
+    plan.json      what the plan promised, once there was one; of each stage
     rates.json     the rates that the run observed, for the next plan
     steps.parquet  one row a step
     tiers.parquet  what each tier held at moments of the run, where there is more than the device
@@ -60,6 +60,14 @@ class RunFolder:
             self._write("job.yaml", yaml.safe_dump(dict(job), sort_keys=False, allow_unicode=True).encode())
             self._write("versions.json", _json(versions))
             self._write(SUMMARY_FILE, _json(self._summary))
+        except OSError as error:
+            raise OutputError(f"{self.path}: the run folder cannot be written: {error.strerror}") from None
+
+    def note_versions(self, versions: Mapping[str, Any]) -> None:
+        """What is known of the machine once there is something to run. Raises OutputError."""
+        self._versions |= versions
+        try:
+            self._write("versions.json", _json(self._versions))
         except OSError as error:
             raise OutputError(f"{self.path}: the run folder cannot be written: {error.strerror}") from None
 

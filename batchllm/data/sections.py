@@ -10,37 +10,24 @@ import datetime
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Literal, Protocol
 
 from jinja2 import TemplateSyntaxError
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
-    Tag,
     ValidationError,
     WithJsonSchema,
     model_validator,
 )
 
-from batchllm.data.constraints import choice_grammar, read_schema, regex_grammar, schema_grammar
+from batchllm.data.constraint_section import ConstraintSection
+from batchllm.data.phrases import describe
+from batchllm.data.section import ColumnName, PerRow, Section
 from batchllm.data.templates import compile_template
-from batchllm.prompt import Grammar, SamplingParams
-
-
-class Section(BaseModel):
-    """A mapping of the job file: frozen, strict, no unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=False)
-
-
-class ColumnName(Section):
-    """`{column: name}`: the value is taken from that input column, row by row."""
-
-    column: Annotated[str, Field(min_length=1)]
+from batchllm.prompt import SamplingParams
 
 
 class InputSection(Section):
@@ -116,76 +103,6 @@ class PromptSection(Section):
         return self
 
 
-def _checked_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
-    if value is not None:
-        schema_grammar(value)
-    return value
-
-
-def _label_list(value: object) -> object:
-    if value is not None and (not isinstance(value, (list, tuple)) or not value):
-        raise ValueError("must be a list of at least one label")
-    return value
-
-
-def _checked_labels(value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    if value is not None:
-        if len(set(value)) != len(value):
-            raise ValueError("names a label twice")
-        choice_grammar(value)
-    return value
-
-
-def _checked_regex(value: str | None) -> str | None:
-    if value is not None:
-        regex_grammar(value)
-    return value
-
-
-class ConstraintSection(Section):
-    """What every completion must be; at most one of these, all checked when the job is loaded.
-
-    `schema`: JSON that a JSON Schema takes (a mapping, or the path of a .json file). `choice`: one of these labels.
-    `regex`: text that a regular expression matches from start to end. A completion that reaches `max_tokens` first is
-    cut inside its form; its `finish_reason` says `length`.
-    """
-
-    json_schema: Annotated[
-        dict[str, Any] | None,
-        Field(alias="schema"),
-        BeforeValidator(read_schema),
-        AfterValidator(_checked_schema),
-        WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string", "minLength": 1}]}),
-    ] = None
-    choice: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...] | None,
-        Field(strict=False),
-        BeforeValidator(_label_list),
-        AfterValidator(_checked_labels),
-    ] = None
-    regex: Annotated[str | None, Field(min_length=1), AfterValidator(_checked_regex)] = None
-
-    @model_validator(mode="after")
-    def _one_constraint(self) -> ConstraintSection:
-        given = [name for name, value in self.constraint_values().items() if value is not None]
-        if len(given) > 1:
-            raise ValueError(f"takes one of schema, choice and regex, not {' and '.join(given)}")
-        return self
-
-    def constraint_values(self) -> dict[str, object]:
-        """What was given under the keys of the job file, as plain JSON values."""
-        choice = None if self.choice is None else list(self.choice)
-        return {"schema": self.json_schema, "choice": choice, "regex": self.regex}
-
-    def grammar(self) -> Grammar | None:
-        """The constraint for the engine; None: free text."""
-        if self.json_schema is not None:
-            return schema_grammar(self.json_schema)
-        if self.choice is not None:
-            return choice_grammar(self.choice)
-        return None if self.regex is None else regex_grammar(self.regex)
-
-
 class OutputSection(ConstraintSection):
     """The folder of the completions, absolute once the job is loaded. `token_ids` adds a column with the ids.
 
@@ -194,23 +111,6 @@ class OutputSection(ConstraintSection):
 
     path: Annotated[str, Field(min_length=1)] = ""
     token_ids: bool = False
-
-
-_Value = TypeVar("_Value")
-
-
-def _kind_of_value(value: object) -> str:
-    return (
-        "column"
-        if isinstance(value, Mapping) and set(value) == {"column"} or isinstance(value, ColumnName)
-        else "value"
-    )
-
-
-PerRow = Annotated[
-    Annotated[_Value, Tag("value")] | Annotated[ColumnName, Tag("column")],
-    Discriminator(_kind_of_value),
-]
 
 
 def _stop_strings(value: object) -> object:
@@ -318,8 +218,7 @@ class SamplingSection(Section):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = str(first["loc"][0]) if first["loc"] else next(iter(columns))
-            text = first["msg"].removeprefix("Value error, ")
-            raise ValueError(f"column {columns.get(name, name)!r} as sampling.{name}: {text}") from None
+            raise ValueError(f"column {columns.get(name, name)!r} as sampling.{name}: {describe(first)}") from None
         return SamplingParams(**{name: getattr(row, name) for name in type(row).model_fields})
 
 
@@ -379,13 +278,3 @@ class JobSections(Protocol):
     @property
     def folder(self) -> Path: ...
     def stage_jobs(self) -> Sequence[JobSections]: ...
-
-
-def describe(error: Mapping[str, Any]) -> str:
-    """One pydantic error as a phrase without its jargon."""
-    kind, message = error["type"], str(error["msg"])
-    if kind == "missing":
-        return "is missing"
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return "must be a mapping of keys to values"
-    return message.removeprefix("Value error, ").removeprefix("Input should be ").replace("Input should", "should")

@@ -80,6 +80,8 @@ def _write(relation: duckdb.DuckDBPyRelation, spool_folder: Path) -> Path:
 def spool_batches(reader: pa.RecordBatchReader, *, spool_folder: Path) -> Path:
     """Writes a stream of rows to a file of that folder, in bounded memory, and returns the file. Raises OSError, ArrowException."""
     path = spool_folder / "input.parquet"
+    for field in reader.schema:
+        _check_type(field)
     with pq.ParquetWriter(path, reader.schema, compression="zstd", compression_level=1) as writer:
         batches: list[pa.RecordBatch] = []
         waiting_bytes = 0
@@ -92,6 +94,17 @@ def spool_batches(reader: pa.RecordBatchReader, *, spool_folder: Path) -> Path:
         if batches:
             writer.write_table(pa.Table.from_batches(batches))
     return path
+
+
+def _check_type(field: pa.Field) -> None:
+    """Raises ArrowNotImplementedError that names a column of a type that Parquet does not have."""
+    try:
+        pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([field])).close()
+    except pa.ArrowNotImplementedError:
+        raise pa.ArrowNotImplementedError(
+            f"column {field.name!r} has the type {field.type}, which Parquet does not have; make it text in the query, as in "
+            f'CAST("{field.name}" AS VARCHAR)'
+        ) from None
 
 
 def _suffix(files: tuple[Path, ...]) -> str:

@@ -19,7 +19,9 @@ def check_prompt(prompt: PromptSection, *, at: str, is_first: bool = True) -> No
         raise ValueError(f"{at}: continue needs an earlier stage, whose conversation goes on")
 
 
-def check_requests(*, prompt: PromptSection, sampling: SamplingSection, stages: Sequence[StageSection]) -> None:
+def check_requests(
+    *, prompt: PromptSection, sampling: SamplingSection, output: OutputSection, stages: Sequence[StageSection]
+) -> None:
     """Raises ValueError for what a batch file of requests brings itself."""
     if stages:
         raise ValueError("stages: have no place with input.openai_batch; its requests bring their prompts")
@@ -29,6 +31,8 @@ def check_requests(*, prompt: PromptSection, sampling: SamplingSection, stages: 
     columns = sampling.columns()
     if columns:
         raise ValueError(f"sampling: {next(iter(columns))} cannot name a column: a batch file has none")
+    if output.choice_column is not None:
+        raise ValueError("output: choice cannot name a column: a batch file has none")
 
 
 def check_stages(

@@ -12,22 +12,23 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from batchllm.engine.ahead import TokensAhead
+from batchllm.engine.answers import Answers
+from batchllm.engine.decoder import Decoder, kv_shape
 from batchllm.engine.device_copies import CudaCopies
-from batchllm.engine.grammar import GrammarMasks
+from batchllm.engine.device_steps import DeviceSteps
 from batchllm.engine.holdings import KvTiers, SchedulerConfig
 from batchllm.engine.metrics import RunMetrics
-from batchllm.engine.pool import KvShape, make_pool
-from batchllm.engine.protocols import Decoder, Store, Vocabulary
+from batchllm.engine.pool import make_pool
+from batchllm.engine.protocols import Store, Vocabulary
 from batchllm.engine.records import Records
-from batchllm.engine.sampling import LogprobEntry, Sampled, Sampler
 from batchllm.engine.scheduled import ScheduledStep
 from batchllm.engine.scheduler import Scheduler, Speculation
 from batchllm.engine.staged_mover import StagedMover
 from batchllm.engine.step import StepBatch, build_step
-from batchllm.engine.stopping import Stopping
 from batchllm.engine.transfer import HostMover, TierSetup
 from batchllm.kernels.attention import CHUNK, AttentionPlan
-from batchllm.plan.plan import Plan
+from batchllm.planner.plan import Plan
 from batchllm.prompt import Completion, SamplingParams
 from batchllm.storage.cost import Rate
 
@@ -37,20 +38,13 @@ _TRANSFER_WAIT_S = 1.0
 _STAGING_SLOTS = 64
 """Blocks on their way between a GPU and the tiers."""
 
-_MAX_LOGIT_ROWS = 128
-"""Rows whose logits exist at once: 25 MB for a vocabulary of 49,152."""
-
-
-def kv_shape(decoder: Decoder) -> KvShape:
-    """What `decoder` keeps of a token."""
-    config = decoder.config
-    return KvShape(config.num_layers, config.num_kv_heads, config.head_dim, decoder.dtype)
-
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes of one engine. `num_blocks` of `block_size` tokens in the device pool. `evict_least_recent`: see
-    `SchedulerConfig`; `speculation`: see `Scheduler`.
+    """Sizes of one engine. `num_blocks` of `block_size` tokens in the device pool.
+
+    `evict_least_recent`: see `SchedulerConfig`. `speculation`: see `Scheduler`. `runs_ahead`: the next step is launched before the tokens of this
+    one are known (see `ahead`); for a device that works beside the host. Without speculation only: a draft needs the token before it.
     """
 
     block_size: int
@@ -59,6 +53,7 @@ class EngineConfig:
     max_sequences: int
     evict_least_recent: bool = False
     speculation: Speculation = "off"
+    runs_ahead: bool = False
 
 
 @dataclass(slots=True)
@@ -87,6 +82,7 @@ class Engine:
         tiers: TierSetup | None = None,
     ) -> None:
         """`started_at`: `time.monotonic()` of the job's start, from which waiting times count. Owns `tiers`: see `close`."""
+        assert not config.runs_ahead or config.speculation == "off", "drafts need the tokens before them"
         self.decoder = decoder
         self.config = config
         self.metrics = RunMetrics(num_blocks=config.num_blocks)
@@ -102,22 +98,15 @@ class Engine:
         self._kv = make_pool(
             kv_shape(decoder), num_blocks=config.num_blocks, block_size=config.block_size, device=decoder.device
         )
-        self._sampler = Sampler(vocab_size=decoder.config.vocab_size, device=decoder.device, job_seed=seed)
-        self._stopping = Stopping(
-            eos_ids=sorted(vocabulary.eos_ids),
-            token_bytes=vocabulary.token_bytes,
-            control_tokens=vocabulary.special_tokens,
-        )
-        self._grammars = GrammarMasks(
-            vocabulary=vocabulary, vocab_size=decoder.config.vocab_size, max_sequences=config.max_sequences
-        )
         self._is_noted = np.zeros(config.max_sequences, dtype=bool)
         self.mover: HostMover | StagedMover | None = None
-        if tiers is not None and decoder.device.type == "cpu":
-            self.mover = HostMover(pool=self._kv, store=tiers.store, costs=tiers.costs)
-        elif tiers is not None:
-            copies = CudaCopies(self._kv, num_slots=_STAGING_SLOTS)
-            self.mover = StagedMover(copies=copies, store=tiers.store, costs=tiers.costs)
+        if tiers is not None:
+            self._stage_end = tiers.reuse.end
+            if decoder.device.type == "cpu":
+                self.mover = HostMover(pool=self._kv, store=tiers.store, costs=tiers.costs, counters=tiers.counters)
+            else:
+                copies = CudaCopies(self._kv, num_slots=_STAGING_SLOTS)
+                self.mover = StagedMover(copies=copies, store=tiers.store, costs=tiers.costs, counters=tiers.counters)
         self.scheduler = Scheduler(
             config=SchedulerConfig(
                 block_size=config.block_size,
@@ -132,9 +121,24 @@ class Engine:
             on_preempt=self._on_preempt,
             tiers=None
             if tiers is None or self.mover is None
-            else KvTiers(mover=self.mover, root=tiers.root, persist=tiers.persist),
+            else KvTiers(mover=self.mover, root=tiers.root, persist=tiers.persist, reuse=tiers.reuse),
             speculation=config.speculation,
         )
+        self._answers = Answers(
+            decoder=decoder,
+            vocabulary=vocabulary,
+            table=self.scheduler.table,
+            records=self.records,
+            metrics=self.metrics,
+            seed=seed,
+        )
+        self._ahead = None
+        if config.runs_ahead:
+            self._ahead = TokensAhead(
+                steps=DeviceSteps(decoder=decoder, kv=self._kv, max_sequences=config.max_sequences),
+                scheduler=self.scheduler,
+                answers=self._answers,
+            )
 
     def run(
         self, *, deliver: Callable[[list[Completion]], None], should_stop: Callable[[], bool] = lambda: False
@@ -147,10 +151,17 @@ class Engine:
         self.scheduler.check_integrity()
         return True
 
-    def close(self) -> None:
-        """Ends what is on its way to the tiers and closes them; ends the threads of grammars."""
-        self._grammars.close()
-        if self.mover is not None:
+    def close(self, *, keep_tiers: bool = False) -> None:
+        """Ends what is on its way to the tiers and closes them; ends the threads of grammars.
+
+        `keep_tiers`: they stay open, their caller's again, for the engine of the next stage.
+        """
+        self._answers.close()
+        if self.mover is None:
+            return
+        if keep_tiers:
+            self.mover.detach(before=self._stage_end)
+        else:
             self.mover.close()
 
     @torch.inference_mode()
@@ -160,18 +171,25 @@ class Engine:
         step = self.scheduler.schedule()
         self._note_admissions(step)
         if step.slots.size == 0:
-            refused = self.records.take_refused()
+            answered = self.records.take_refused() + ([] if self._ahead is None else self._ahead.settle())
             if self.scheduler.num_in_flight:
                 self.scheduler.wait(_TRANSFER_WAIT_S)
-            elif not refused and not step.preempted:
+            elif not answered and not step.preempted:
                 raise AssertionError("nothing can run and nothing is in flight")
-            return self._count(refused)
+            return self._count(answered)
         batch = build_step(step, self.scheduler, chunk=CHUNK)
         scheduled_at = time.monotonic()
-        hidden = self._forward(step, batch)
-        model_at = time.monotonic()
-        if batch.sample_slots.size:
-            tally.completions = self._sample(hidden, batch, tally)
+        self._copy_blocks(step)
+        self._note_reuse(np.unique(batch.sample_slots))
+        if self._ahead is not None:
+            launched = self._ahead.launch(step, batch)
+            model_at = time.monotonic()
+            tally.completions = self._ahead.take(launched)
+        else:
+            hidden = self._forward(batch)
+            model_at = time.monotonic()
+            if batch.sample_slots.size:
+                tally.completions = self._sample(hidden, batch, tally)
         finished_at = time.monotonic()
         tally.model_s = model_at - scheduled_at
         self.metrics.schedule_s += scheduled_at - tally.started_at
@@ -185,24 +203,11 @@ class Engine:
         for slot in step.admitted:
             record = self.records[int(table.position[slot])]
             self._is_noted[slot] = False
-            tokens = table.tokens[slot, : table.num_tokens[slot]]
             if record.scheduled_at == 0.0:
                 record.scheduled_at = now
-            prompt, output = tokens[: record.prompt_tokens], tokens[record.prompt_tokens :]
-            self._sampler.add(
-                slot,
-                record.params,
-                row_index=record.row_index,
-                sample_index=record.sample_index,
-                prompt_ids=prompt,
-                output_ids=output,
-                ending_ids=self._stopping.ending_ids(record.params),
-            )
-            self._stopping.add(slot, record.params, output_ids=output.tolist())
+            self._answers.add(slot)
             if self.scheduler.drafter is not None:
                 self.scheduler.drafter.add(slot, can_draft=_samples_by_position(record.params))
-            if record.params.grammar is not None:
-                self._grammars.add(slot, record.params.grammar, output_ids=output.tolist())
 
     def _note_reuse(self, slots: np.ndarray) -> None:
         """Once an admission: what the sequence did not have to compute, known when its first token is sampled."""
@@ -223,18 +228,17 @@ class Engine:
     def _on_preempt(self, slot: int) -> None:
         self.records[int(self.scheduler.table.position[slot])].preemptions += 1
         self.metrics.preemptions += 1
-        self._remove_row(slot)
+        if self._ahead is not None:
+            self._ahead.drop(slot)
+        self._answers.remove(slot)
 
-    def _remove_row(self, slot: int) -> None:
-        self._sampler.remove(slot)
-        self._stopping.remove(slot)
-        self._grammars.remove(slot)
-
-    def _forward(self, step: ScheduledStep, batch: StepBatch) -> torch.Tensor:
-        decoder = self.decoder
+    def _copy_blocks(self, step: ScheduledStep) -> None:
         if step.copies:
-            pairs = torch.tensor(step.copies, dtype=torch.int64, device=decoder.device)
-            decoder.kernels.copy_blocks(self._kv, pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
+            pairs = torch.tensor(step.copies, dtype=torch.int64, device=self.decoder.device)
+            self.decoder.kernels.copy_blocks(self._kv, pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
+
+    def _forward(self, batch: StepBatch) -> torch.Tensor:
+        decoder = self.decoder
         arrays = batch.plan
         plan = AttentionPlan(
             positions=self._to_device(arrays.positions),
@@ -266,17 +270,18 @@ class Engine:
         slots, table = batch.sample_slots, self.scheduler.table
         first = np.flatnonzero(np.append(True, slots[1:] != slots[:-1]))
         end = np.append(first[1:], slots.size)
-        self._note_reuse(slots[first])
         positions = batch.plan.positions[batch.sample_rows].astype(np.int64) + 1 - table.prompt_length[slots]
-        sampled = self._choose(hidden, slots, positions)
+        sampled = self._answers.choose(hidden, slots, positions)
         drafted = batch.token_ids[batch.sample_rows]
-        now = time.monotonic()
         completions: list[Completion] = []
         done: list[int] = []
         rows, taken = first, np.arange(first.size)
         num_accepted = np.zeros(first.size, dtype=np.int64)
         while rows.size:
-            ended, ending = self._take(rows, slots[rows], positions[rows], sampled, now)
+            of_rows = sampled.of(rows)
+            good = of_rows.token_ids >= 0
+            self.scheduler.append(slots[rows[good]], of_rows.token_ids[good])
+            ended, ending = self._answers.take(slots[rows], positions[rows], of_rows)
             completions += ending
             done += slots[rows[ended]].tolist()
             goes_on = ~ended & (rows + 1 < end[taken])
@@ -293,65 +298,9 @@ class Engine:
             )
             tally.num_accepted = int(num_accepted.sum())
         for slot in done:
-            self._remove_row(slot)
+            self._answers.remove(slot)
         self.scheduler.finish(np.array(done, dtype=np.int64))
         return completions
-
-    def _choose(self, hidden: torch.Tensor, slots: np.ndarray, positions: np.ndarray) -> Sampled:
-        """A token for each row, as if it stood alone; `positions`: tokens that its sequence has generated before it."""
-        # The fused argmax would hide a NaN; the sampler names the row it is in.
-        if self._sampler.all_greedy(slots, positions) and bool(hidden.isfinite().all()):
-            return Sampled(self.decoder.argmax(hidden).cpu().numpy())
-        token_ids = np.zeros(slots.size, dtype=np.int64)
-        bad_rows: dict[int, str] = {}
-        logprobs: dict[int, LogprobEntry] = {}
-        for start in range(0, slots.size, _MAX_LOGIT_ROWS):
-            part = slice(start, start + _MAX_LOGIT_ROWS)
-            allowed = self._grammars.allowed(slots[part])
-            sampled = self._sampler.sample(self.decoder.logits(hidden[part]), slots[part], positions[part], allowed)
-            token_ids[part] = sampled.token_ids
-            for row, reason in sampled.bad_rows.items():
-                bad_rows[start + row] = self._grammars.failure(int(slots[start + row])) or reason
-            logprobs |= {start + row: entry for row, entry in sampled.logprobs.items()}
-        return Sampled(token_ids, bad_rows, logprobs)
-
-    def _take(
-        self, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray, sampled: Sampled, now: float
-    ) -> tuple[np.ndarray, list[Completion]]:
-        """Appends what was sampled for one row of each of `slots`; bool `[num_rows]`, which end with it, and their completions."""
-        table, token_ids = self.scheduler.table, sampled.token_ids[rows]
-        for slot in slots[positions == 0]:
-            self.records[int(table.position[slot])].first_token_at = now
-        for row in sampled.logprobs.keys() & set(rows.tolist()) if sampled.logprobs else ():
-            logprobs = self.records[int(table.position[slots[int(np.searchsorted(rows, row))]])].logprobs
-            assert logprobs is not None
-            logprobs.append(sampled.logprobs[row])
-        good = np.ones(slots.size, dtype=bool)
-        if sampled.bad_rows:
-            good = ~np.isin(rows, list(sampled.bad_rows))
-        self.metrics.generated_tokens += int(good.sum())
-        self.scheduler.append(slots[good], token_ids[good])
-        self._sampler.append(slots[good], token_ids[good])
-        ended, complete = ~good, np.zeros(slots.size, dtype=bool)
-        ended[good] = self._stopping.finished_mask(slots[good], token_ids[good], positions[good] + 1)
-        complete[good] = self._grammars.accept(slots[good], token_ids[good])
-        ended |= complete | (table.num_tokens[slots] >= table.max_tokens[slots])
-        self._grammars.prepare(slots[~ended])
-        completions = [
-            self._complete(
-                int(slots[place]), now, error=sampled.bad_rows.get(int(rows[place])), is_whole=bool(complete[place])
-            )
-            for place in np.flatnonzero(ended)
-        ]
-        return ended, completions
-
-    def _complete(self, slot: int, now: float, *, error: str | None, is_whole: bool) -> Completion:
-        table = self.scheduler.table
-        token_ids = table.tokens[slot, table.prompt_length[slot] : table.num_tokens[slot]].tolist()
-        finish = None if error is not None else self._stopping.finish(slot, token_ids, is_whole=is_whole)
-        return self.records.complete(
-            int(table.position[slot]), now=now, token_ids=token_ids, finish=finish, error=error
-        )
 
     def _count(self, completions: list[Completion]) -> list[Completion]:
         for completion in completions:

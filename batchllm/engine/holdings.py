@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchllm.engine.blocks import BlockPool, num_blocks_for
-from batchllm.engine.offload import BlockMover, Offload, Restorable
+from batchllm.engine.offload import BlockMover, Offload, Restorable, StageReuse
 from batchllm.engine.residency import PrefixHit, TreeResidency
 from batchllm.engine.scheduled import ScheduledStep
 from batchllm.engine.sequences import SequenceTable
-from batchllm.plan.lifetime import NextUses
-from batchllm.plan.plan import Plan
+from batchllm.planner.lifetime import NextUses
+from batchllm.planner.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class KvTiers:
     mover: BlockMover
     root: bytes
     persist: bool = False
+    reuse: StageReuse = StageReuse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Holdings:
                 pool=self.pool,
                 block_size=config.block_size,
                 persist=tiers.persist,
+                reuse=tiers.reuse,
             )
         self.residency = TreeResidency(
             tree=plan.tree,
@@ -180,8 +182,9 @@ class Holdings:
         """What the tiers add to a hit; None where they have nothing better than what the pool has."""
         if self.offload is None:
             return None
+        saved_tokens = max(sequence.saved_tokens, self.offload.tokens_to_find(sequence.prompt_length))
         restorable = self.offload.find(
-            path, tokens=sequence.tokens, saved_tokens=sequence.saved_tokens, num_blocks=len(hit.blocks)
+            path, tokens=sequence.tokens, saved_tokens=saved_tokens, num_blocks=len(hit.blocks)
         )
         return restorable if restorable.keys and restorable.num_tokens > hit.num_tokens else None
 
@@ -227,6 +230,19 @@ class Holdings:
             )
         self.remove(np.array([slot]))
         return sequence
+
+    def finish(self, slots: np.ndarray) -> None:
+        """These sequences are done: the tiers are offered what the next stage goes on with, and the rest is given back."""
+        table = self.table
+        if self.offload is not None:
+            for slot in slots.tolist():
+                self.offload.save_finished(
+                    self._paths[slot],
+                    tokens=table.tokens[slot, : table.num_computed[slot]],
+                    blocks=table.blocks(slot),
+                    position=int(table.position[slot]),
+                )
+        self.remove(slots)
 
     def remove(self, slots: np.ndarray) -> None:
         """Gives back the blocks and the slots."""

@@ -18,7 +18,7 @@ from batchllm.models.config import ModelConfig
 from batchllm.models.decoder import Decoder
 from batchllm.models.weights import canonical_shapes
 from batchllm.ops import select_kernels
-from batchllm.plan.rates import ObservedRates
+from batchllm.planner.rates import ObservedRates
 
 _LAYERS_BYTES = 256 << 20
 """Weights that no cache holds."""

@@ -87,3 +87,14 @@ class RunMetrics:
             column.extend(self.step_log.columns[name])
             column.extend(other.step_log.columns[name])
         return total
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """Of one run. `stall_s`: time in which the engine waited for a transfer and computed nothing."""
+
+    num_saved: int = 0
+    num_not_worth: int = 0
+    num_loads: int = 0
+    num_load_misses: int = 0
+    stall_s: float = 0.0

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from batchllm.plan.lifetime import NextUses
+from batchllm.planner.lifetime import NextUses
 
 
 class EvictionOrder(Protocol):

@@ -14,22 +14,40 @@ import numpy as np
 
 from batchllm.engine.blocks import BlockPool
 from batchllm.engine.node_order import SoonestUseFirst
-from batchllm.plan.tree import PrefixTree
+from batchllm.planner.tree import PrefixTree
 from batchllm.storage.keys import block_key
 
 _MOST_BLOCKS = 1 << 20
 """More blocks than any sequence has."""
 
+_MOST_POSITIONS = 1 << 30
+"""More plan positions than any stage has. A float still tells the blocks of a sequence apart above several times as many."""
+
 _PREFETCH_POSITIONS = 64
 """How far ahead of the plan's next position blocks are brought near: about what a few steps admit."""
 
 
-def _use_at(next_use: float, number: int) -> float:
-    """The next use of block `number` of a sequence that is needed at `next_use`: of its blocks the deepest goes first.
+@dataclass(frozen=True, slots=True)
+class StageReuse:
+    """What a stage finds in the tiers of the stages before it, and what it leaves there for the next.
 
-    Without the blocks before it a block is of no use, so a tier that has to give up some gives up the end.
+    `continues`: its prompts may begin with what an earlier stage computed. `is_continued`: those of the next stage may begin with
+    what this one computes, so finished sequences are saved. `number`: of the stage, from 0; next uses of a later one come later.
     """
-    return next_use + number / _MOST_BLOCKS
+
+    continues: bool = False
+    is_continued: bool = False
+    number: int = 0
+
+    @property
+    def first_use(self) -> float:
+        """The next use, in the store's unit, of what the stage's first plan position needs."""
+        return float(self.number * _MOST_POSITIONS)
+
+    @property
+    def end(self) -> float:
+        """Above every next use in this stage, and the first of the next: its order is not known yet, but much like this one's."""
+        return float((self.number + 1) * _MOST_POSITIONS)
 
 
 class BlockMover(Protocol):
@@ -80,10 +98,19 @@ class Offload:
     """Names blocks, saves and restores them. Owned by the scheduler, which owns the blocks."""
 
     def __init__(
-        self, *, mover: BlockMover, root: bytes, tree: PrefixTree, pool: BlockPool, block_size: int, persist: bool
+        self,
+        *,
+        mover: BlockMover,
+        root: bytes,
+        tree: PrefixTree,
+        pool: BlockPool,
+        block_size: int,
+        persist: bool,
+        reuse: StageReuse = StageReuse(),
     ) -> None:
         """`root`: the key before the first block (`storage.keys.root_key`). `persist`: shared blocks are kept for later runs."""
         self.persist = persist
+        self._reuse = reuse
         self.num_pinned = 0
         """Blocks that the mover has not copied out of the pool yet."""
         self._mover = mover
@@ -107,24 +134,31 @@ class Offload:
     ) -> None:
         """The tree lets go of the last node of `path`: keep what will be needed, or what a later run may need (`last_use`)."""
         node = path[-1]
-        if last_use and not self.persist:
-            for key in self._saved_nodes.pop(node, ()):
-                self._mover.drop(key)
+        if last_use:
+            saved = self._saved_nodes.pop(node, ())
             self._far_nodes.discard(node)
-            self._node_keys.pop(node, None)
-            return
+            if not self.persist and not self._reuse.is_continued:
+                for key in saved:
+                    self._mover.drop(key)
+                self._node_keys.pop(node, None)
+                return
         size, end = self._block_size, int(self._tree.end[node])
         keys = self._keys(path, tokens, end)[int(self._tree.start[node]) // size :]
         held = [*blocks]
         names = keys[: len(blocks)]
-        if tail >= 0:
+        if tail >= 0 and (self.persist or not last_use):
             held.append(tail)
             names = [*names, self._tail_key(path, tokens, end)]
         first = int(self._tree.start[node]) // size
         for number, (key, block) in enumerate(zip(names, held, strict=True), start=first):
-            self._save(key, block, next_use=_use_at(next_use, number), keep=self.persist)
-        self._saved_nodes[node] = names
-        self._far_nodes.put(node, next_use)
+            if last_use and self._reuse.is_continued:
+                use = self._next_stage_use(int(self._tree.first[node]), number)
+            else:
+                use = self._use_at(next_use, number)
+            self._save(key, block, next_use=use, keep=self.persist)
+        if not last_use:
+            self._saved_nodes[node] = names
+            self._far_nodes.put(node, next_use)
 
     def save_sequence(self, path: list[int], *, tokens: np.ndarray, blocks: np.ndarray, position: int) -> None:
         """A preempted sequence's own KV: `tokens` are those computed, `blocks` all its blocks. What nodes own is theirs to save."""
@@ -132,11 +166,25 @@ class Offload:
         keys = self._keys(path, tokens, tokens.size)
         first = (int(self._tree.end[path[-1]]) if path else 0) // size
         for number in range(first, tokens.size // size):
-            self._save(keys[number], int(blocks[number]), next_use=_use_at(position, number), keep=False)
+            self._save(keys[number], int(blocks[number]), next_use=self._use_at(position, number), keep=False)
         if tokens.size % size:
             key = self._tail_key(path, tokens, tokens.size)
             number = tokens.size // size
-            self._save(key, int(blocks[number]), next_use=_use_at(position, number), keep=False)
+            self._save(key, int(blocks[number]), next_use=self._use_at(position, number), keep=False)
+
+    def save_finished(self, path: list[int], *, tokens: np.ndarray, blocks: np.ndarray, position: int) -> None:
+        """A sequence is done, and the next stage may go on with its `tokens`, those computed: its whole blocks are kept for it."""
+        if not self._reuse.is_continued:
+            return
+        num_shared = (int(self._tree.end[path[-1]]) if path else 0) // self._block_size
+        for number, key in enumerate(self._keys(path, tokens, tokens.size)):
+            if number >= num_shared or not self._mover.contains(key):
+                use = self._next_stage_use(position, number)
+                self._save(key, int(blocks[number]), next_use=use, keep=False)
+
+    def tokens_to_find(self, num_tokens: int) -> int:
+        """Of a prompt that is new in this stage, leading tokens whose KV an earlier stage may have left: whole blocks."""
+        return num_tokens // self._block_size * self._block_size if self._reuse.continues else 0
 
     def find(self, path: list[int], *, tokens: np.ndarray, saved_tokens: int, num_blocks: int) -> Restorable:
         """What of a sequence lies in the tiers, behind its first `num_blocks` blocks. `saved_tokens`: as in `WaitingSequence`."""
@@ -193,7 +241,17 @@ class Offload:
         for node, next_use in self._far_nodes.pop_until(position + _PREFETCH_POSITIONS, use_of):
             first = int(self._tree.start[node]) // self._block_size
             for number, key in enumerate(self._saved_nodes[node], start=first):
-                self._mover.prefetch(key, _use_at(next_use, number))
+                self._mover.prefetch(key, self._use_at(next_use, number))
+
+    def _use_at(self, position: float, number: int) -> float:
+        """The next use of block `number` of a sequence that is needed at plan position `position`: of its blocks the deepest goes first.
+
+        Without the blocks before it a block is of no use, so a tier that has to give up some gives up the end.
+        """
+        return self._reuse.first_use + position + number / _MOST_BLOCKS
+
+    def _next_stage_use(self, position: int, number: int) -> float:
+        return self._reuse.end + position + number / _MOST_BLOCKS
 
     def _save(self, key: bytes, block: int, *, next_use: float, keep: bool) -> None:
         if not self._mover.save(key, block, next_use=next_use, recompute_tokens=self._block_size, keep=keep):

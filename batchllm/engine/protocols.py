@@ -1,4 +1,4 @@
-"""What the engine asks of a model, a tokenizer and the staged prompts."""
+"""What the engine asks of a tokenizer and of the staged prompts; `decoder` says what of a model."""
 
 from __future__ import annotations
 
@@ -6,53 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 
-from batchllm.kernels.attention import AttentionPlan
-from batchllm.ops import Kernels
 from batchllm.prompt import SamplingParams
-
-
-class DecoderConfig(Protocol):
-    """What the engine must know of a model."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_context(self) -> int: ...
-
-
-class Decoder(Protocol):
-    """The model as the engine calls it. Shapes as in `batchllm.models.decoder`."""
-
-    @property
-    def config(self) -> DecoderConfig: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def kernels(self) -> Kernels: ...
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        plan: AttentionPlan,
-        kv: torch.Tensor,
-        sample_rows: torch.Tensor,
-    ) -> torch.Tensor: ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-    def argmax(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
 class Vocabulary(Protocol):

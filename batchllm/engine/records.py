@@ -11,7 +11,7 @@ from batchllm.engine.holdings import WaitingSequence
 from batchllm.engine.protocols import Store
 from batchllm.engine.sampling import LogprobEntry
 from batchllm.engine.stopping import Finish
-from batchllm.plan.plan import Plan
+from batchllm.planner.plan import Plan
 from batchllm.prompt import Completion, SamplingParams
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from batchllm.engine.blocks import BlockPool
 from batchllm.engine.node_order import EvictionOrder, FarthestUseFirst, LeastRecentFirst
 from batchllm.engine.offload import Offload
-from batchllm.plan.lifetime import NEVER, NextUses
-from batchllm.plan.tree import PrefixTree
+from batchllm.planner.lifetime import NEVER, NextUses
+from batchllm.planner.tree import PrefixTree
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""What a run reached of what this machine can do: the machine measured, a run's facts, and both put together (`plan/roofline`)."""
+"""What a run reached of what this machine can do: the machine measured, a run's facts, and both put together (`planner/roofline`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from batchllm.engine.metrics import RunMetrics
 from batchllm.models.decoder import Decoder
 from batchllm.ops import Kernels
-from batchllm.plan.roofline import MachineLimits, Roofline, RunFacts, roofline
-from batchllm.plan.work import PlanWork
+from batchllm.planner.roofline import MachineLimits, Roofline, RunFacts, roofline
+from batchllm.planner.work import PlanWork
 
 SHORTEST_S = 0.5
 """Steps that take less together than measuring the machine say nothing of it."""
@@ -35,12 +35,12 @@ def run_roofline(work: PlanWork, *, decoder: Decoder, metrics: RunMetrics, max_s
     facts = run_facts(metrics, max_step_tokens=max_step_tokens)
     if facts.steps_s < SHORTEST_S:
         return None
-    config, itemsize = decoder.config, decoder.dtype.itemsize
+    config = decoder.config
     return roofline(
         work,
         model=config,
-        weight_bytes=itemsize,
-        kv_bytes=2 * config.num_kv_heads * config.head_dim * itemsize,
+        weight_bytes=decoder.dtype.itemsize,
+        kv_bytes=2 * config.num_kv_heads * config.head_dim * decoder.kv_dtype.itemsize,
         facts=facts,
         limits=measure_limits(decoder.kernels, dtype=decoder.dtype, device=decoder.device),
     )

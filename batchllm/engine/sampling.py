@@ -24,6 +24,7 @@ import torch
 from batchllm.engine.filters import DrawRows, draw, leading_ids
 from batchllm.engine.penalties import SeenTokens, TokenOffsets
 from batchllm.engine.random_streams import stream_key, uniforms
+from batchllm.kernels.sampling import SamplingBatch
 from batchllm.prompt import SamplingParams
 
 GREEDY_TEMPERATURE = 1e-3
@@ -38,7 +39,7 @@ _CHUNK_ELEMENTS = 1 << 23
 _COLUMNS = np.dtype(
     [
         ("is_used", np.bool_),
-        ("is_plain", np.bool_),  # greedy, with nothing that needs the logits once min_tokens is over
+        ("is_free", np.bool_),  # nothing but temperature and filters once min_tokens is over
         ("has_seen", np.bool_),  # uses a penalty
         ("has_offsets", np.bool_),
         ("min_tokens", np.int64),  # 0 where no id ends the row
@@ -80,6 +81,17 @@ class Sampled:
     token_ids: np.ndarray
     bad_rows: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, LogprobEntry] = field(default_factory=dict)
+
+    def of(self, rows: np.ndarray) -> Sampled:
+        """What was sampled for `rows`, which are places 0, 1, ... of the result."""
+        if not self.bad_rows and not self.logprobs:
+            return Sampled(self.token_ids[rows])
+        places = {row: place for place, row in enumerate(rows.tolist())}
+        return Sampled(
+            self.token_ids[rows],
+            {places[row]: reason for row, reason in self.bad_rows.items() if row in places},
+            {places[row]: entry for row, entry in self.logprobs.items() if row in places},
+        )
 
 
 class Sampler:
@@ -123,7 +135,7 @@ class Sampler:
         column = np.zeros((), dtype=_COLUMNS)
         column["is_used"] = True
         is_free = not params.logit_bias and params.logprobs is None and params.grammar is None
-        column["is_plain"] = is_greedy and not has_seen and is_free
+        column["is_free"] = not has_seen and is_free
         column["has_seen"] = has_seen
         column["has_offsets"] = bool(params.logit_bias) or min_tokens > 0
         column["min_tokens"] = min_tokens
@@ -160,8 +172,30 @@ class Sampler:
 
     def all_greedy(self, slots: np.ndarray, positions: np.ndarray) -> bool:
         """Whether the argmax of the raw logits is all these rows need, so that the engine may skip the logits."""
+        return bool((self.is_free(slots, positions) & (self._columns["temperature"][slots] == 0.0)).all())
+
+    def is_free(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """bool `[num_rows]`: rows whose tokens follow from the raw logits and `device_batch`, whatever was generated before."""
         columns = self._columns[slots]
-        return bool((columns["is_plain"] & (positions >= columns["min_tokens"])).all())
+        return columns["is_free"] & (positions >= columns["min_tokens"])
+
+    def device_batch(self, slots: np.ndarray, positions: np.ndarray) -> SamplingBatch | None:
+        """What `kernels.sampling.sample` draws these rows with, on the host; None where all are greedy.
+
+        It draws from other random numbers than `sample`, but from the same stream key and position.
+        """
+        columns = self._columns[slots]
+        if not (columns["temperature"] > 0.0).any():
+            return None
+        return SamplingBatch(
+            temperature=torch.from_numpy(columns["temperature"].astype(np.float32)),
+            top_k=torch.from_numpy(columns["top_k"].astype(np.int32)),
+            top_p=torch.from_numpy(columns["top_p"].astype(np.float32)),
+            min_p=torch.from_numpy(columns["min_p"].astype(np.float32)),
+            seed=torch.from_numpy(columns["key"].copy().view(np.int64)),
+            stream=torch.zeros(len(slots), dtype=torch.int64),
+            step=torch.from_numpy(positions.astype(np.int32)),
+        )
 
     def sample(
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, allowed: AllowedTokens | None = None

@@ -17,7 +17,7 @@ from batchllm.engine.admission import Admission
 from batchllm.engine.drafts import Drafter
 from batchllm.engine.holdings import Holdings, KvTiers, SchedulerConfig, WaitingSequence
 from batchllm.engine.scheduled import ScheduledStep
-from batchllm.plan.plan import Plan
+from batchllm.planner.plan import Plan
 
 Speculation = int | Literal["auto", "off"]
 
@@ -126,10 +126,14 @@ class Scheduler:
         """The next token of each of the distinct `slots`, sampled by the last step."""
         self.table.append_tokens(slots, token_ids)
 
+    def hold(self, slots: np.ndarray) -> None:
+        """These sequences run no more: their last token is on its way, and they end when it is there."""
+        self.table.is_restoring[slots] = True
+
     def finish(self, slots: np.ndarray) -> None:
         """These sequences are done: their blocks and slots are free again."""
         self._admission.note_finished(slots)
-        self.holdings.remove(slots)
+        self.holdings.finish(slots)
 
     def preempt(self, slot: int) -> WaitingSequence:
         """Takes a running sequence off the machine; it keeps its tokens and waits for admission again."""

@@ -11,7 +11,7 @@ class SequenceTable:
     `position`: plan position. `rank`: its place in the tree's order, by which rows of a step are ordered. `num_tokens`: prompt and generated tokens.
     `num_computed`: tokens whose KV is in the pool, or in the step being run. `num_cached`: of these, tokens found in the pool at
     admission. `max_tokens`: prompt and generated tokens at which it ends. `is_restoring`: its blocks are being filled
-    from a tier, so it cannot run yet. `block_table` [max_sequences, max_blocks]: its blocks.
+    from a tier, so it cannot run yet; or its last token is on its way from the device, so it runs no more. `block_table` [max_sequences, max_blocks]: its blocks.
     Large columns are allocated as zeros, of which the system maps only what is written.
     """
 

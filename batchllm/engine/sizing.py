@@ -13,7 +13,7 @@ from batchllm.engine.engine import EngineConfig
 from batchllm.engine.pool import KvShape
 from batchllm.engine.scheduler import Speculation
 from batchllm.errors import JobError
-from batchllm.plan.plan import Plan
+from batchllm.planner.plan import Plan
 
 Auto = Literal["auto"]
 
@@ -36,8 +36,16 @@ def size_engine(
     evict_least_recent: bool = False,
     speculation: Speculation = "off",
 ) -> EngineConfig:
-    """The sizes to run `plan` with. Raises JobError when the KV memory that the job names holds no block."""
+    """The sizes to run `plan` with. Raises JobError when the KV memory that the job names holds no block, or drafts are wanted on a GPU.
+
+    There steps are launched before the tokens that a draft would continue are known: `auto` drafts nothing.
+    """
     on_gpu = device.type == "cuda"
+    if on_gpu and isinstance(speculation, int):
+        raise JobError(
+            f"engine.speculation: {speculation} drafted tokens are not supported on cuda, where a step is launched before the "
+            "tokens of the one before are known; leave it at auto, or say off"
+        )
     usual_sequences, usual_tokens = (GPU_SEQUENCES, GPU_STEP_TOKENS) if on_gpu else (CPU_SEQUENCES, CPU_STEP_TOKENS)
     sequences = usual_sequences if max_sequences == "auto" else max_sequences
     sequences = max(1, min(sequences, plan.num_prompts))
@@ -56,7 +64,8 @@ def size_engine(
         max_step_tokens=step_tokens,
         max_sequences=sequences,
         evict_least_recent=evict_least_recent,
-        speculation=speculation,
+        speculation="off" if on_gpu else speculation,
+        runs_ahead=on_gpu,
     )
 
 

@@ -10,7 +10,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from batchllm.engine.device_copies import BlockCopies, Copy
-from batchllm.engine.transfer import TransferCounters, is_worth_saving
+from batchllm.engine.metrics import TransferCounters
+from batchllm.engine.transfer import is_worth_saving
 from batchllm.storage.cost import CostTable
 from batchllm.storage.policy import NEVER
 from batchllm.storage.store import TieredStore
@@ -40,17 +41,19 @@ class _Loading:
 
 
 class StagedMover:
-    """Implements `BlockMover` over `copies`; owns the store and closes it.
+    """Implements `BlockMover` over `copies`; owns the store until `close`, which closes it, or `detach`.
 
     A block that is saved may be used again at once (see `BlockCopies`), so none stays pinned. `save` and `load` wait when every slot is
     taken, for what is under way and needs nobody else.
     """
 
-    def __init__(self, *, copies: BlockCopies, store: TieredStore, costs: CostTable) -> None:
+    def __init__(
+        self, *, copies: BlockCopies, store: TieredStore, costs: CostTable, counters: TransferCounters
+    ) -> None:
         assert copies.num_slots > 0, "blocks move through slots"
         self.store = store
         self.costs = costs
-        self.counters = TransferCounters()
+        self.counters = counters
         self._copies = copies
         self._tickets = itertools.count()
         self._free = deque(range(copies.num_slots))
@@ -106,9 +109,17 @@ class StagedMover:
 
     def close(self) -> None:
         """Waits for what is under way, then closes the tiers."""
+        self._finish()
+        self.store.close()
+
+    def detach(self, *, before: float) -> None:
+        """Waits for what moves from or to the pool; the store stays open, without what was needed before next use `before`."""
+        self._finish()
+        self.store.drop_before(before)
+
+    def _finish(self) -> None:
         while self._saving or self._putting or self._loading:
             self._advance(1.0)
-        self.store.close()
 
     def _take_slot(self) -> int:
         if not self._free:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from batchllm.engine.metrics import RunMetrics
-from batchllm.engine.staged_mover import StagedMover
-from batchllm.engine.transfer import HostMover
-from batchllm.storage.cost import Rate
+from batchllm.engine.metrics import RunMetrics, TransferCounters
+from batchllm.storage.cost import CostTable, Rate
+from batchllm.storage.store import TieredStore
 from batchllm.storage.tier import TierCounters
+
+
+class Tiers(Protocol):
+    """What a report reads: the tiers and what was counted around them. `TierSetup` and `HostMover` have it."""
+
+    @property
+    def store(self) -> TieredStore: ...
+    @property
+    def costs(self) -> CostTable: ...
+    @property
+    def counters(self) -> TransferCounters: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +55,9 @@ class TierReport:
     saved_s: float | None
 
 
-def report_tiers(mover: HostMover | StagedMover, metrics: RunMetrics) -> TierReport:
-    """The report of a run that used `mover`."""
-    store, costs, counters = mover.store, mover.costs, mover.counters
+def report_tiers(tiers: Tiers, metrics: RunMetrics) -> TierReport:
+    """The report of a run that used `tiers`."""
+    store, costs, counters = tiers.store, tiers.costs, tiers.counters
     uses = []
     if store.host is not None and store.host.num_slots:
         uses.append(

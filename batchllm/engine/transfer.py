@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from batchllm.engine.metrics import TransferCounters
+from batchllm.engine.offload import StageReuse
 from batchllm.storage.cost import CostTable, Decision, Victim
 from batchllm.storage.policy import NEVER
 from batchllm.storage.store import TieredStore
@@ -22,29 +24,23 @@ _SAVE_PATIENCE_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class TierSetup:
-    """What an engine with tiers is given. `root`: the key before a first block; `persist` keeps shared blocks for later runs."""
+    """What an engine with tiers is given. `root`: the key before a first block; `persist` keeps shared blocks for later runs.
+
+    The engines of one run's stages share a store, its costs and its counters; `reuse` is each stage's own.
+    """
 
     store: TieredStore
     costs: CostTable
     root: bytes
     persist: bool = False
-
-
-@dataclass(slots=True)
-class TransferCounters:
-    """Of one run. `stall_s`: time in which the engine waited for a transfer and computed nothing."""
-
-    num_saved: int = 0
-    num_not_worth: int = 0
-    num_loads: int = 0
-    num_load_misses: int = 0
-    stall_s: float = 0.0
+    reuse: StageReuse = StageReuse()
+    counters: TransferCounters = field(default_factory=TransferCounters)
 
 
 class HostMover:
-    """Moves blocks of a pool in host memory. Implements `BlockMover`; owns the store and closes it."""
+    """Moves blocks of a pool in host memory. Implements `BlockMover`; owns the store until `close`, which closes it, or `detach`."""
 
-    def __init__(self, *, pool: torch.Tensor, store: TieredStore, costs: CostTable) -> None:
+    def __init__(self, *, pool: torch.Tensor, store: TieredStore, costs: CostTable, counters: TransferCounters) -> None:
         """`pool` as `make_pool` makes it, on the CPU."""
         assert pool.device.type == "cpu", "this mover copies host memory"
         stride = pool.stride(0) * pool.element_size()
@@ -53,7 +49,7 @@ class HostMover:
         self._stride = stride
         self.store = store
         self.costs = costs
-        self.counters = TransferCounters()
+        self.counters = counters
         self._tickets = itertools.count()
         self._loads: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
@@ -114,6 +110,12 @@ class HostMover:
     def close(self) -> None:
         """Waits for what is being written, then closes the tiers."""
         self.store.close()
+
+    def detach(self, *, before: float) -> None:
+        """Waits for what moves from or to the pool; the store stays open, without what was needed before next use `before`."""
+        while self._held:
+            self._reap(1.0)
+        self.store.drop_before(before)
 
     def _stall(self, transfer: Transfer) -> None:
         started_at = time.perf_counter()

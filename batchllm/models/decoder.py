@@ -13,18 +13,13 @@ from typing import Any
 
 import torch
 
-from batchllm.errors import ModelError
-from batchllm.kernels.attention import AttentionPlan
+from batchllm.errors import JobError, ModelError
+from batchllm.kernels.attention import AttentionPlan, HeadShape
+from batchllm.kernels.floats import FP8_DTYPE
 from batchllm.models.config import ModelConfig
-from batchllm.models.fingerprint import model_fingerprint
-from batchllm.models.gguf_config import gguf_config
-from batchllm.models.gguf_file import read_gguf
-from batchllm.models.gguf_weights import GgufWeights
-from batchllm.models.huggingface_config import huggingface_config
+from batchllm.models.kv_scales import kv_scales
 from batchllm.models.rope_table import rope_table
 from batchllm.models.rotated_weights import RotatedWeights
-from batchllm.models.safetensors_weights import SafetensorsWeights
-from batchllm.models.source import ModelSource
 from batchllm.models.weights import Weights
 from batchllm.ops import Kernels
 
@@ -53,7 +48,7 @@ class Decoder:
     """A loaded model. Owns its weights; the KV pool belongs to the caller. Stateless between calls.
 
     `fingerprint` names the weights (see `model_fingerprint`) and which of them are rounded; `dtype` is that of weights, activations and
-    hidden rows. Products of `int8_parts`, some of `PARTS`, have int8 weights; embeddings and norms never do.
+    hidden rows, `kv_dtype` that of the pool. Products of `int8_parts`, some of `PARTS`, have int8 weights; embeddings and norms never do.
     """
 
     def __init__(
@@ -66,7 +61,9 @@ class Decoder:
         kernels: Kernels,
         fingerprint: str,
         int8_parts: frozenset[str] = frozenset(),
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        """`kv_dtype`: what keys and values are kept in, `dtype` where None."""
         assert int8_parts <= PARTS, int8_parts
         if int8_parts:
             weights = RotatedWeights(weights, config)
@@ -82,6 +79,7 @@ class Decoder:
 
         self.config = config
         self.dtype = dtype
+        self.kv_dtype = kv_dtype or dtype
         self.device = device
         self.kernels = kernels
         self.fingerprint = fingerprint
@@ -89,6 +87,10 @@ class Decoder:
             # Keys and values of rounded weights are others.
             self.fingerprint += f" turned, int8: {', '.join(sorted(int8_parts))}"
         self._scale = config.head_dim**-0.5
+        self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, dtype)
+        self._kv_scale = None
+        if self.kv_dtype != dtype:
+            self._kv_scale = kv_scales(config, weights).to(device)
         self._embed = load("embed")
         self._head = pack("head", "embed" if config.tied_embeddings and not int8_parts else "lm_head")
         self._final_norm = load("final_norm")
@@ -112,7 +114,7 @@ class Decoder:
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that one token takes over all layers."""
         config = self.config
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.kv_dtype.itemsize
 
     @torch.no_grad()
     def forward(
@@ -131,6 +133,7 @@ class Decoder:
         What follows the last layer's attention is computed for the sampled rows only.
         """
         kernels, config, eps = self.kernels, self.config, self.config.rms_eps
+        plan = kernels.schedule_attention(plan, self._heads)
         residual = self._embed[token_ids]
         last = config.num_layers - 1
         for number, layer in enumerate(self._layers):
@@ -143,10 +146,13 @@ class Decoder:
                 positions=positions,
                 slots=slots,
                 num_heads=config.num_heads,
+                kv_scale=self._kv_scale,
             )
             if number == last and sample_rows.numel() == 0:
                 return residual[:0]
-            attended = kernels.attention(query, kv, layer=number, plan=plan, scale=self._scale).flatten(1)
+            attended = kernels.attention(
+                query, kv, layer=number, plan=plan, scale=self._scale, kv_scale=self._kv_scale
+            ).flatten(1)
             if number == last:
                 attended, residual = attended[sample_rows], residual[sample_rows]
             kernels.linear_add(attended, layer.output, residual)
@@ -165,33 +171,6 @@ class Decoder:
         return self.kernels.linear_argmax(hidden, self._head)
 
 
-def load_decoder(
-    source: ModelSource,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: Kernels,
-    int8_parts: frozenset[str] = frozenset(),
-) -> Decoder:
-    """Reads config and weights, one tensor at a time. Raises ModelError that names what is wrong with which file."""
-    if source.kind == "gguf":
-        file = read_gguf(source.path)
-        config = gguf_config(file)
-        weights: Weights = GgufWeights(file, config)
-    else:
-        config = huggingface_config(source.path)
-        weights = SafetensorsWeights(source.path, config)
-    return Decoder(
-        config,
-        weights,
-        dtype=dtype,
-        device=device,
-        kernels=kernels,
-        fingerprint=model_fingerprint(source),
-        int8_parts=int8_parts,
-    )
-
-
 def int8_parts_for(name: str) -> frozenset[str]:
     """The products that a job's `weights` rounds: none for `auto`, `INT8_PARTS` for `int8`."""
     if name not in ("auto", "int8"):
@@ -206,6 +185,17 @@ def dtype_for(name: str, device: torch.device) -> torch.dtype:
     if name not in _DTYPES:
         raise ModelError(f"dtype {name!r} is not known; auto, bf16 and fp32 are")
     return _DTYPES[name]
+
+
+def kv_dtype_for(name: str, *, dtype: torch.dtype, kernels: Kernels) -> torch.dtype:
+    """The torch dtype that a job's `engine.kv.dtype` names, `dtype` being the model's. Raises JobError where `kernels` have no such pool."""
+    if name == "auto":
+        return dtype
+    if FP8_DTYPE not in kernels.kv_dtypes:
+        raise JobError(
+            f"engine.kv.dtype: {name} needs a GPU; the {kernels.name} kernels keep keys and values as they are computed"
+        )
+    return FP8_DTYPE
 
 
 def auto_dtype(device: torch.device) -> torch.dtype:

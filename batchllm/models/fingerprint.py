@@ -6,8 +6,8 @@ import hashlib
 from pathlib import Path
 
 from batchllm.errors import ModelError
-from batchllm.models.safetensors_weights import weight_files
 from batchllm.models.source import ModelSource
+from batchllm.models.weight_files import weight_files
 
 _WHOLE_BYTES = 1 << 30
 """Up to here a file is hashed whole, in a second or less."""

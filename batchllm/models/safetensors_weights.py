@@ -12,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from batchllm.errors import ModelError
 from batchllm.models.config import ModelConfig
-from batchllm.models.json_files import read_json
-from batchllm.models.source import PICKLED_SUFFIXES
+from batchllm.models.weight_files import weight_files
 from batchllm.models.weights import canonical_shapes, check_account
 
 _NAMES = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"}
@@ -81,32 +80,6 @@ class SafetensorsWeights:
             raise ModelError(
                 f"{folder}: lm_head.weight differs from model.embed_tokens.weight although tie_word_embeddings is on"
             )
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of `folder`: the one, or those that its index names. Raises ModelError for none."""
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if not index.exists() and not single.exists():
-        pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED_SUFFIXES)
-        if pickled:
-            raise ModelError(
-                f"{folder}: only pickled weights ({pickled[0]}), which can run code and are never opened; "
-                "convert them to safetensors"
-            )
-        raise ModelError(f"{folder}: no model.safetensors and no model.safetensors.index.json")
-    if single.exists():
-        return [single]
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{index}: weight_map is missing or empty")
-    names = set(weight_map.values())
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
-        if not (folder / name).is_file():
-            raise ModelError(f"{folder}: {name} is missing, which {index.name} names")
-    return [folder / name for name in sorted(names)]
 
 
 @contextmanager

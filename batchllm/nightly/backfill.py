@@ -10,7 +10,7 @@ from pathlib import Path
 from batchllm.errors import BatchLLMError, JobError
 from batchllm.job import Job, load_job
 from batchllm.nightly.unattended import Reports, run_unattended
-from batchllm.run import RunOptions
+from batchllm.run_job import RunOptions
 from batchllm.run_progress import Observer
 from batchllm.run_summary import RunSummary
 

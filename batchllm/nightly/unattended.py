@@ -12,7 +12,7 @@ from batchllm.job import Job
 from batchllm.nightly.commands import run_command
 from batchllm.nightly.metrics_file import write_metrics
 from batchllm.nightly.outcome import Outcome, write_summary
-from batchllm.run import RunOptions, run_job
+from batchllm.run_job import RunOptions, run_job
 from batchllm.run_progress import Observer
 from batchllm.run_summary import RunSummary
 

@@ -75,7 +75,21 @@ def _layer_pointer(kv: torch.Tensor, layer: int) -> int:
     return kv.data_ptr() + layer * kv.stride(1) * kv.element_size()
 
 
-def attention(query: torch.Tensor, kv: torch.Tensor, *, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
+def _require_no_scale(kv_scale: torch.Tensor | None) -> None:
+    if kv_scale is not None:
+        raise ValueError("kv_scale: the native kernels keep keys and values as they are")
+
+
+def attention(
+    query: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    layer: int,
+    plan: AttentionPlan,
+    scale: float,
+    kv_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    _require_no_scale(kv_scale)
     num_rows, num_heads, head_dim = query.shape
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         raise ValueError(f"native attention takes head dims up to {MAX_HEAD_DIM} that 8 divides, not {head_dim}")
@@ -164,7 +178,9 @@ def rope_write_kv(
     positions: torch.Tensor,
     slots: torch.Tensor,
     num_heads: int,
+    kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    _require_no_scale(kv_scale)
     qkv = qkv.contiguous()
     num_rows = qkv.shape[0]
     query = qkv.new_empty(num_rows, num_heads, kv.shape[5])
@@ -279,7 +295,9 @@ def linear_rope_write_kv(
     positions: torch.Tensor,
     slots: torch.Tensor,
     num_heads: int,
+    kv_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    _require_no_scale(kv_scale)
     head_dim = kv.shape[5]
     # An end sees whole tiles of 16 outputs.
     if head_dim % 16:

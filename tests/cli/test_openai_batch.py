@@ -26,11 +26,11 @@ def line(custom_id: str, *, prompt: str | None = None, **body: object) -> str:
 
 @pytest.fixture
 def write_batch(tmp_path: Path, tiny_model: Path) -> WriteBatch:
-    def write(lines: list[str], *, more: str = "") -> Path:
+    def write(lines: list[str], *, more: str = "", output: str = "path: out") -> Path:
         (tmp_path / "requests.jsonl").write_text("\n".join(lines) + "\n")
         job = tmp_path / "job.yaml"
         job.write_text(
-            f"name: t\nmodel: {tiny_model}\ninput: {{openai_batch: requests.jsonl}}\noutput: {{path: out}}\n"
+            f"name: t\nmodel: {tiny_model}\ninput: {{openai_batch: requests.jsonl}}\noutput: {{{output}}}\n"
             f"engine: {{device: cpu, dtype: fp32}}\n{more}"
         )
         return job
@@ -117,6 +117,41 @@ def test_a_line_overrides_the_job_and_the_job_overrides_the_services_defaults(
     job = write_batch(lines, more="sampling: {max_tokens: 5}\n")
     assert batchllm("run", job, "--set", "output.path=out2").exit_code == 0
     assert query(counts, tmp_path / "out2")["n"].to_pylist() == [5, 2, 5]
+
+
+def test_a_line_asks_for_the_form_of_its_own_answer_before_the_jobs(
+    batchllm: Command, write_batch: WriteBatch, tmp_path: Path
+) -> None:
+    def form(schema: object) -> dict[str, object]:
+        return {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
+
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "grade": {"enum": ["a", "b"]}},
+        "required": ["ok", "grade"],
+        "additionalProperties": False,
+    }
+    lines = [
+        line("verdict", response_format=form(schema), max_tokens=60),
+        line("bad", response_format=form({"type": "objet"})),
+        line("object", response_format={"type": "json_object"}, max_tokens=5),
+        line("job", max_tokens=20),
+        line("text", prompt="the fox", max_tokens=20),
+    ]
+    ended = batchllm("run", write_batch(lines, output="path: out, choice: ['yes', 'no']"))
+    assert ended.exit_code == 3, ended.err
+    answers = {
+        answer["custom_id"]: answer["response"]["body"]["choices"][0]
+        for answer in read(tmp_path / "out" / "batch_output.jsonl")
+    }
+    verdict = json.loads(answers["verdict"]["message"]["content"])
+    assert set(verdict) == {"ok", "grade"} and verdict["grade"] in ("a", "b") and isinstance(verdict["ok"], bool)
+    assert answers["verdict"]["finish_reason"] == "stop"
+    assert answers["object"]["message"]["content"].startswith("{")
+    assert answers["job"]["message"]["content"] in ("yes", "no") and answers["text"]["text"] in ("yes", "no")
+    (error,) = read(tmp_path / "out" / "batch_errors.jsonl")
+    assert error["custom_id"] == "bad"
+    assert error["error"]["message"] == "row 1: line 2: body.response_format: json_schema.schema: Invalid type: objet"
 
 
 def changed_model(tiny_model: Path, folder: Path, **settings: object) -> Path:

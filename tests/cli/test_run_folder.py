@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 import yaml
 
 from batchllm.data.run_folder import RunFolder, recorded_runs, runs_of_job
 from batchllm.data.run_views import RUN_COLUMNS, STEP_COLUMNS
 from batchllm.engine.metrics import STEP_COLUMNS as LOGGED_COLUMNS
 from batchllm.job import load_job
-from batchllm.plan.explanation import Explanation
-from batchllm.plan.rates import ObservedRates
-from batchllm.run import run_job
+from batchllm.planner.explanation import Explanation
+from batchllm.planner.rates import ObservedRates
+from batchllm.run_job import run_job
 from batchllm.run_progress import Observer
 from batchllm.run_summary import RunSummary
 
@@ -40,7 +45,7 @@ def test_a_finished_run_leaves_job_versions_summary_plan_rates_and_steps(finishe
 def test_the_recorded_plan_is_exact_and_the_rates_can_be_read_back(finished_job: Path) -> None:
     (run,) = recorded_runs(output_of(finished_job))
     assert run.plan is not None and run.rates is not None
-    explanation = Explanation.from_json(run.plan["explanation"])
+    explanation = Explanation.from_json(run.plan["plans"][0]["explanation"])
     assert explanation.computed_prompt_tokens == run.summary["computed_prompt_tokens"]
     assert explanation.unique_prompt_tokens == run.summary["unique_prompt_tokens"]
     rates = ObservedRates.from_json(run.rates)
@@ -133,3 +138,26 @@ def test_a_broken_run_folder_is_passed_over(tmp_path: Path) -> None:
         (tmp_path / ".runs" / name / "summary.json").write_text(content)
     (tmp_path / ".runs" / "d").write_text("a file")
     assert [run.run_id for run in recorded_runs(tmp_path)] == ["c"]
+
+
+@pytest.mark.parametrize("command", ["run", "backfill"])
+def test_a_run_that_is_complete_already_ends_without_importing_torch(finished_job: Path, command: str) -> None:
+    folder = finished_job.parents[1] / f"complete-{command}"  # the model lies beside it, as it did
+    shutil.copytree(finished_job.parent, folder)
+    dates = ["--date", "2026-11-29"] if command == "run" else ["--from", "2026-11-28", "--to", "2026-11-29"]
+    program = (
+        "import sys\n"
+        "from batchllm.cli.main import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as ended:\n    print(ended.code, sorted({'torch', 'transformers'} & sys.modules.keys()))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, command, str(folder / "job.yaml"), *dates],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    )
+    assert done.stdout.splitlines()[-1] == "3 []", done.stderr
+    (summary,) = [run.summary for run in recorded_runs(folder / "out" / "2026-11-29")][1:]
+    assert (summary["status"], summary["rows_before"], summary["device"]) == ("finished", 40, "none")

@@ -106,6 +106,17 @@ def test_sql_streams_rows_in_order_and_reads_files_beside_the_job(tmp_path: Path
     assert input.columns == ("text", "n") and input.carried[0].type == pa.int32()
 
 
+@pytest.mark.parametrize("expression", ["interval 1 day", "union_value(a := 1)", "[interval 1 day]"])
+def test_a_column_of_a_type_that_cannot_be_staged_is_named_with_what_to_write_instead(
+    tmp_path: Path, expression: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        open_job(tmp_path, f'sql: "select 1 as id, {expression} as text"')
+    message = str(caught.value)
+    assert message.startswith("input.sql: its rows cannot be staged: column 'text' has the type ")
+    assert message.endswith('make it text in the query, as in CAST("text" AS VARCHAR)') and "\n" not in message
+
+
 def test_sql_that_answers_in_another_order_has_another_fingerprint(tmp_path: Path) -> None:
     sql = "sql: select * from (values ('a'), ('b')) as t(text) order by text {}"
     first = open_job(tmp_path, sql.format("asc")).fingerprint

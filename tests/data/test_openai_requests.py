@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchllm.data.constraints import schema_grammar
 from batchllm.data.openai_input import read_requests, spool_requests
 from batchllm.data.openai_requests import Request, parse_line
 from batchllm.errors import InputError
@@ -27,6 +29,10 @@ def request(body: object, *, url: str = "/v1/chat/completions", **keys: object) 
 
 def chat(**keys: object) -> Request:
     return request({**CHAT, **keys})
+
+
+def form(schema: object, **keys: object) -> Request:
+    return chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **keys}})
 
 
 def plain(**keys: object) -> Request:
@@ -53,6 +59,15 @@ def test_a_chat_line_gives_its_messages_and_its_sampling() -> None:
         "logit_bias": {"5": -100.0},
         "logprobs": 2,
     }
+
+
+def test_a_response_format_is_a_grammar_of_the_schema() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for found, expected in (
+        (form(schema, strict=True), schema),
+        (chat(response_format={"type": "json_object"}), {"type": "object"}),
+    ):
+        assert found.error is None and found.sampling == {"grammar": asdict(schema_grammar(expected))}
 
 
 def test_parts_of_text_are_joined_and_a_developer_speaks_as_the_system() -> None:
@@ -112,15 +127,24 @@ def test_a_line_that_is_no_request_says_so_with_its_number(data: str, message: s
         (chat(tools=[{"type": "function"}]), "body.tools: is not supported here"),
         (chat(tool_choice="auto"), "body.tool_choice: is not supported here"),
         (chat(functions=[{}]), "body.functions: is not supported here"),
-        (chat(response_format={"type": "json_object"}), "body.response_format: is not supported here"),
+        (
+            chat(response_format={"type": "xml"}),
+            'body.response_format: must be {"type": "text"}, {"type": "json_object"} or ',
+        ),
+        (chat(response_format=[]), 'body.response_format: must be {"type": "text"}, '),
+        (form({"type": "objet"}), "body.response_format: json_schema.schema: Invalid type: objet"),
+        (form({"not": {}}), "body.response_format: json_schema.schema: Unimplemented keys: "),
+        (form(None), "body.response_format: json_schema.schema is missing"),
+        (form([1]), "body.response_format: json_schema.schema must be an object"),
+        (form({}, strikt=True), "body.response_format: strikt is not known here"),
         (chat(temprature=1), "body.temprature is not known here"),
-        (chat(temperature=-1), "body.temperature: greater than or equal to 0"),
-        (chat(temperature="1"), "body.temperature: a valid number"),
-        (chat(max_tokens=0), "body.max_tokens: greater than or equal to 1"),
+        (chat(temperature=-1), "body.temperature: must be at least 0"),
+        (chat(temperature="1"), 'body.temperature: must be a number, not "1"'),
+        (chat(max_tokens=0), "body.max_tokens: must be at least 1"),
         (chat(max_tokens=5, max_completion_tokens=6), "body: max_tokens and max_completion_tokens differ"),
         (chat(top_logprobs=2), "body: top_logprobs needs logprobs: true"),
         (chat(logit_bias={"x": 1}), "body.logit_bias: must map token ids to numbers"),
-        (chat(n=2000), "body.n: less than or equal to 1024"),
+        (chat(n=2000), "body.n: must be at most 1024, not 2000"),
         (plain(prompt=[1, 2]), "body.prompt: must be one text"),
         (plain(prompt=["a", "b"]), "body.prompt: must be one text; write a line for each prompt"),
         (plain(prompt=[5]), "body.prompt: must be text; token ids are not supported here"),

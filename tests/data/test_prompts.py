@@ -23,7 +23,7 @@ from batchllm.data.prompts import RowError, Staging, stage_prompts
 from batchllm.data.templates import compile_chat_template
 from batchllm.errors import InputError, ModelError
 from batchllm.job import Job, load_job
-from batchllm.plan.store import PromptStore
+from batchllm.planner.store import PromptStore
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"

@@ -79,7 +79,7 @@ def write_run(output: Path, *, run_id: str, tokens_per_s: float, seed: int) -> N
     }
     shared = {"start": 0, "end": 90, "num_prompts": NUM_ROWS, "tokens_saved": 900_000, "text": HOSTILE}
     record = RunRecord(
-        plan={"explanation": {"biggest_nodes": [shared]}, "engine": {"block_bytes": 1 << 20}},
+        plan={"plans": [{"explanation": {"biggest_nodes": [shared]}, "engine": {"block_bytes": 1 << 20}}]},
         steps=steps,
         tiers={
             "start_s": [5.0, 5.0, 10.0, 10.0],

@@ -33,6 +33,7 @@ class StubDecoder:
 
     config: StubConfig = field(default_factory=StubConfig)
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     kernels: Kernels = REFERENCE
     poisoned_token: int = -1
@@ -118,6 +119,16 @@ def list_prompts(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., List
         )
 
     return stage
+
+
+@pytest.fixture(scope="session")
+def make_stub_decoder() -> Callable[..., StubDecoder]:
+    return StubDecoder
+
+
+@pytest.fixture(scope="session")
+def make_stub_vocabulary() -> Callable[..., StubVocabulary]:
+    return StubVocabulary
 
 
 @pytest.fixture

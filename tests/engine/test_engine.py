@@ -10,7 +10,7 @@ import pytest
 
 from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.scheduler import Speculation
-from batchllm.plan.plan import make_plan
+from batchllm.planner.plan import make_plan
 from batchllm.prompt import Completion, SamplingParams
 
 Build = Callable[..., Engine]

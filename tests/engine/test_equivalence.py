@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from batchllm.engine.engine import Engine, EngineConfig
-from batchllm.models.decoder import Decoder, load_decoder
+from batchllm.models.decoder import Decoder
+from batchllm.models.loading import load_decoder
 from batchllm.models.source import ModelSource
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
 from batchllm.ops import REFERENCE, Kernels, native_kernels
-from batchllm.plan.plan import make_plan
+from batchllm.planner.plan import make_plan
 from batchllm.prompt import Completion, SamplingParams
 
 BLOCK_SIZES = (1, 5, 16, 17)
@@ -34,6 +35,7 @@ class Way:
     sharing: bool = True
     shuffled: bool = False
     preempt_every: int = 0
+    ahead: bool = False
 
 
 ALONE = Way(sequences=1, step_tokens=1024, sharing=False)
@@ -52,6 +54,15 @@ WAYS = [
     Way(preempt_every=3, block_size=5, num_blocks=140, shuffled=True),
 ]
 """The pool of 45 blocks holds one long row and little beside it."""
+
+ALONE_AHEAD = dataclasses.replace(ALONE, ahead=True)
+AHEAD_WAYS = [
+    Way(ahead=True),
+    Way(ahead=True, step_tokens=64, sequences=8),
+    Way(ahead=True, step_tokens=1024, shuffled=True, block_size=5, num_blocks=1200),
+    Way(ahead=True, num_blocks=45, step_tokens=128),
+    Way(ahead=True, preempt_every=3, block_size=17),
+]
 
 
 def make_prompts() -> list[list[int]]:
@@ -110,7 +121,7 @@ class Case:
             vocabulary=self.tokenizer,
             store=store,
             plan=make_plan(store, prefix_sharing=way.sharing),
-            config=EngineConfig(way.block_size, way.num_blocks, way.step_tokens, way.sequences),
+            config=EngineConfig(way.block_size, way.num_blocks, way.step_tokens, way.sequences, runs_ahead=way.ahead),
             seed=11,
             started_at=time.monotonic(),
         )
@@ -121,7 +132,8 @@ class Case:
                 assert (answer.row_index, answer.sample_index) not in answers
                 answers[answer.row_index, answer.sample_index] = answer
             num_steps += 1
-            running = engine.scheduler.table.running
+            table = engine.scheduler.table
+            running = table.running[~table.is_restoring[table.running]]
             # Ends by itself: preemption gets rarer while a long prompt would otherwise start again for ever.
             if way.preempt_every and num_steps % (way.preempt_every + num_steps // 40) == 0 and running.size:
                 engine.scheduler.preempt(int(running[num_steps % running.size]))
@@ -181,6 +193,31 @@ def test_rows_are_identical_whatever_the_way(
     if way.preempt_every:
         assert engine.metrics.preemptions > 0
         assert sum(answer.preemptions for answer in answers.values()) == engine.metrics.preemptions
+
+
+def check_same(answers: dict[tuple[int, int], Completion], expected: dict[tuple[int, int], Completion]) -> None:
+    assert answers.keys() == expected.keys()
+    for key, answer in answers.items():
+        assert what_it_says(answer) == what_it_says(expected[key]), f"row {key}"
+
+
+def test_rows_are_identical_whatever_the_way_when_the_engine_runs_ahead(case: Case) -> None:
+    alone, _ = case.run(REFERENCE, ALONE_AHEAD)
+    for way in AHEAD_WAYS:
+        answers, engine = case.run(REFERENCE, way)
+        check_same(answers, alone)
+        assert (engine.metrics.preemptions > 0) == (way.preempt_every > 0)
+
+
+def test_rows_that_are_not_drawn_on_the_device_say_the_same_ahead_and_waiting(case: Case) -> None:
+    # Without penalties, biases and log-probabilities, a drawn row takes the device's random numbers.
+    drawn = [number for number, params in enumerate(SETTINGS) if params.temperature and params.repetition_penalty == 1]
+    drawn = [number for number in drawn if not SETTINGS[number].logit_bias]
+    assert drawn == [1, 2]
+    ahead, _ = case.run(REFERENCE, Way(ahead=True))
+    waiting, _ = case.run(REFERENCE, Way())
+    kept = [key for key in ahead if key[0] % len(SETTINGS) not in drawn]
+    check_same({key: ahead[key] for key in kept}, {key: waiting[key] for key in kept})
 
 
 def test_the_backends_agree_on_greedy_rows(case: Case, alone: dict[tuple[int, int], Completion]) -> None:

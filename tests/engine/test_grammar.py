@@ -15,7 +15,7 @@ import pytest
 from batchllm.data.constraints import choice_grammar, regex_grammar, schema_grammar
 from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.grammar import GrammarMasks
-from batchllm.plan.plan import make_plan
+from batchllm.planner.plan import make_plan
 from batchllm.prompt import Completion, Grammar, SamplingParams
 
 Build = Callable[..., Engine]

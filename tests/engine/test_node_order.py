@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchllm.engine.node_order import EvictionOrder, FarthestUseFirst, LargestFirst, LeastRecentFirst, SoonestUseFirst
-from batchllm.plan.lifetime import NEVER, NextUses
-from batchllm.plan.tree import PrefixTree, build_tree
+from batchllm.planner.lifetime import NEVER, NextUses
+from batchllm.planner.tree import PrefixTree, build_tree
 
 
 def plan(data: st.DataObject) -> tuple[PrefixTree, NextUses]:

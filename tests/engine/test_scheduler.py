@@ -20,7 +20,7 @@ from batchllm.engine.holdings import KvTiers, SchedulerConfig, WaitingSequence
 from batchllm.engine.scheduler import Scheduler
 from batchllm.engine.sequences import SequenceTable
 from batchllm.engine.step import StepBatch, build_step
-from batchllm.plan.plan import Plan, make_plan
+from batchllm.planner.plan import Plan, make_plan
 from batchllm.prompt import SamplingParams
 
 

@@ -14,11 +14,12 @@ import torch
 
 from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.scheduler import Speculation
-from batchllm.models.decoder import Decoder, load_decoder
+from batchllm.models.decoder import Decoder
+from batchllm.models.loading import load_decoder
 from batchllm.models.source import ModelSource
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
 from batchllm.ops import REFERENCE, Kernels, native_kernels
-from batchllm.plan.plan import make_plan
+from batchllm.planner.plan import make_plan
 from batchllm.prompt import Completion, Grammar, SamplingParams
 
 BACKENDS = [("reference", torch.float32), ("native", torch.float32), ("native", torch.bfloat16)]

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 
 from batchllm.engine.device_copies import BlockCopies, CudaCopies
+from batchllm.engine.metrics import TransferCounters
 from batchllm.engine.pool import KvShape, make_pool
 from batchllm.engine.staged_mover import StagedMover
 from batchllm.storage.cost import CostTable, Rate
@@ -73,7 +73,7 @@ def key_of(number: int) -> bytes:
 
 def open_mover(copies: BlockCopies, *, host_slots: int = 100) -> StagedMover:
     store = TieredStore(host=HostTier(num_slots=host_slots, block_bytes=BLOCK_BYTES), disk=None)
-    return StagedMover(copies=copies, store=store, costs=CostTable(dict(ALWAYS_PAYS)))
+    return StagedMover(copies=copies, store=store, costs=CostTable(dict(ALWAYS_PAYS)), counters=TransferCounters())
 
 
 def wait_for(mover: StagedMover, tickets: set[int]) -> dict[int, bool]:
@@ -165,8 +165,12 @@ def test_rows_are_the_same_through_slots_that_fill_late(
 ) -> None:
     movers: list[StagedMover] = []
 
-    def make_mover(*, pool: torch.Tensor, store: TieredStore, costs: CostTable, **_rest: Any) -> StagedMover:
-        movers.append(StagedMover(copies=LateCopies(pool, num_slots=num_slots), store=store, costs=costs))
+    def make_mover(
+        *, pool: torch.Tensor, store: TieredStore, costs: CostTable, counters: TransferCounters
+    ) -> StagedMover:
+        movers.append(
+            StagedMover(copies=LateCopies(pool, num_slots=num_slots), store=store, costs=costs, counters=counters)
+        )
         return movers[-1]
 
     decoder = tier_job.make_decoder()

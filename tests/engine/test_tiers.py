@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from batchllm.engine.engine import Engine, EngineConfig, kv_shape
+from batchllm.engine.decoder import kv_shape
+from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.tier_report import report_tiers
 from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
 from batchllm.errors import JobError
 from batchllm.models.decoder import Decoder
 from batchllm.models.random_model import SMALL, RandomWeights
 from batchllm.ops import select_kernels
-from batchllm.plan.plan import make_plan
+from batchllm.planner.plan import make_plan
 from batchllm.prompt import Completion, SamplingParams
 from batchllm.storage.keys import KeyScope
 

@@ -19,14 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchllm.engine.engine import Engine, EngineConfig, kv_shape
+from batchllm.engine.decoder import kv_shape
+from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.transfer import TierSetup
 from batchllm.kernels.checksum import copy_checksum
 from batchllm.models.decoder import Decoder
 from batchllm.models.random_model import SMALL, RandomWeights
 from batchllm.ops import select_kernels
-from batchllm.plan.plan import make_plan
-from batchllm.plan.store import PromptStore
+from batchllm.planner.plan import make_plan
+from batchllm.planner.store import PromptStore
 from batchllm.prompt import Completion, SamplingParams
 from batchllm.storage.cost import CostTable, Rate
 from batchllm.storage.disk import DiskOptions, DiskTier

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 from batchllm.kernels import rope
 from batchllm.kernels.attention import CHUNK
+from batchllm.kernels.floats import FP8_DTYPE
 
-SPANS = [(1, 1), (17, 17), (256, 1), (257, 3), (300, 300), (700, 130), (1029, 1)]
+SPANS = [(1, 1), (17, 17), (256, 1), (257, 3), (300, 300), (700, 30), (1029, 1)]
 HEAD_DIMS = [64, 80, 96, 128, 256]
 
 
@@ -41,7 +43,7 @@ def test_attention_takes_every_block_size(kernels, dtype, make_attention_case, a
     assert_near(run_attention(kernels, case, case.private_plan()), case.truth())
 
 
-@pytest.mark.parametrize("num_sequences", [2, 30])
+@pytest.mark.parametrize("num_sequences", [2, 9])
 def test_attention_over_a_shared_prefix_reads_it_for_every_row(
     kernels, dtype, make_attention_case, assert_near, num_sequences
 ):
@@ -74,9 +76,9 @@ def test_attention_of_no_items_is_zero(kernels, dtype, make_attention_case):
 
 
 def test_an_attention_row_has_the_same_bits_however_it_is_planned(kernels, dtype, make_attention_case):
-    spans = [(CHUNK + 1 + 91 * i, 1 + 13 * i) for i in range(5)]
+    spans = [(CHUNK + 1 + 91 * i, 1 + 13 * i) for i in range(3)]
     spans = [(max(length, CHUNK + rows), rows) for length, rows in spans]
-    case = make_attention_case(spans, dtype=dtype, shared=CHUNK)
+    case = make_attention_case(spans, dtype=dtype, num_heads=2, num_kv_heads=1, shared=CHUNK)
     together = run_attention(kernels, case, case.private_plan())
     assert together.isfinite().all()
     assert torch.equal(together, run_attention(kernels, case, case.shared_plan()))
@@ -93,13 +95,14 @@ def test_an_attention_row_has_the_same_bits_alone_and_in_a_batch(kernels, dtype,
         assert torch.equal(run_attention(kernels, case, alone, slice(row, row + 1))[0], together[row]), row
 
 
-@pytest.mark.parametrize("piece", [1, 7, 64, 300])
+@pytest.mark.parametrize("piece", [1, 7, 300])
 def test_a_prompt_cut_into_pieces_has_the_bits_of_the_whole(kernels, dtype, make_attention_case, piece):
-    case = make_attention_case([(601, 601)], dtype=dtype, num_heads=3, num_kv_heads=1)
+    length = 530
+    case = make_attention_case([(length, length)], dtype=dtype, num_heads=1, num_kv_heads=1)
     whole = run_attention(kernels, case, case.private_plan())
     # Small pieces around the chunk's border are enough.
-    for start in range(240, 300, piece) if piece < 64 else range(0, 601, piece):
-        stop = min(start + piece, 601)
+    for start in range(252, 260, piece) if piece < 64 else range(0, length, piece):
+        stop = min(start + piece, length)
         plan = case._plan([(0, stop - start, 0, stop, 0, -1)], {})
         plan.positions[: stop - start] = torch.arange(start, stop, dtype=torch.int32)
         assert torch.equal(run_attention(kernels, case, plan, slice(start, stop)), whole[start:stop])
@@ -150,8 +153,8 @@ def test_linear_rope_write_kv_is_the_turned_product(kernels, dtype, assert_near,
 
 @pytest.mark.parametrize(("out_size", "in_size"), [(100, 33), (960, 576), (48, 1536)])
 def test_a_linear_row_has_the_same_bits_whatever_the_number_of_rows(kernels, dtype, out_size, in_size):
-    if kernels.name == "reference":
-        pytest.skip("torch's own product changes with the number of rows")
+    if kernels.name != "native":
+        pytest.skip("torch's product, and the tiles on a GPU, change with the number of rows")
     x, weight = torch.randn(300, in_size).to(dtype), torch.randn(out_size, in_size).to(dtype)
     packed = kernels.pack_linear(weight)
     whole = kernels.linear(x, packed)
@@ -236,7 +239,7 @@ def test_linear_of_no_rows_is_empty(kernels, dtype):
     assert kernels.linear(torch.randn(0, 40).to(dtype), packed).shape == (0, 24)
 
 
-@pytest.mark.parametrize(("out_size", "in_size"), [(7, 40), (1000, 64), (5003, 96)])
+@pytest.mark.parametrize(("out_size", "in_size"), [(7, 40), (1000, 64), (2003, 40)])
 def test_linear_argmax_names_an_index_whose_value_is_largest(kernels, dtype, assert_near, out_size, in_size):
     x, weight = torch.randn(35, in_size).to(dtype), (torch.randn(out_size, in_size) / math.sqrt(in_size)).to(dtype)
     logits = x.double() @ weight.double().T
@@ -245,8 +248,7 @@ def test_linear_argmax_names_an_index_whose_value_is_largest(kernels, dtype, ass
     assert_near(logits.gather(1, winner.unsqueeze(1)).to(dtype), logits.amax(dim=1, keepdim=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("out_size", "in_size"), [(1, 3), (49, 64), (1000, 100), (517, 576)])
+@pytest.mark.parametrize(("out_size", "in_size"), [(1, 3), (49, 64), (300, 100), (133, 576)])
 def test_linear_logits_hold_what_linear_argmax_compares(kernels, dtype, out_size, in_size):
     x, weight = (torch.randn(33, in_size).to(dtype), torch.randn(out_size, in_size).to(dtype))
     packed = kernels.pack_linear(weight)
@@ -275,3 +277,53 @@ def test_blocks_move_whole(kernels, dtype):
     kernels.scatter_blocks(kv, torch.tensor([1, 2]), staging)
     kernels.copy_blocks(kv, torch.tensor([8, 8]), torch.tensor([4, 5]))
     assert torch.equal(kv, before[[0, 7, 0, 3, 8, 8, 6, 7, 8]])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_eight_bit_kv_is_read_as_exactly_as_it_is_stored(kernels, dtype, make_attention_case, assert_near, head_dim):
+    case = make_attention_case([(300, 9), (40, 1)], dtype=dtype, num_heads=4, num_kv_heads=2, head_dim=head_dim)
+    kv_scale = torch.rand(3, 2, 2) * 0.02 + 0.01
+    stored = (case.kv.float() / kv_scale[:, :, :, None, None]).clamp(-448, 448).to(FP8_DTYPE)
+    kept = dataclasses.replace(case, kv=(stored.float() * kv_scale[:, :, :, None, None]))
+    arguments = {"layer": case.layer, "plan": case.split_plan(), "scale": case.scale, "kv_scale": kv_scale}
+    if FP8_DTYPE not in kernels.kv_dtypes:
+        with pytest.raises(ValueError, match="kv_scale: the native kernels keep keys and values as they are"):
+            kernels.attention(case.query, stored, **arguments)
+        return
+    assert_near(kernels.attention(case.query, stored, **arguments), kept.truth())
+
+
+def test_eight_bit_kv_is_written_rounded_and_saturated(kernels, dtype):
+    if FP8_DTYPE not in kernels.kv_dtypes:
+        pytest.skip(f"{kernels.name} kernels keep keys and values as they are")
+    num_heads, num_kv_heads, head_dim, block_size = 3, 2, 16, 5
+    kv = torch.full((4, 2, 2, num_kv_heads, block_size, head_dim), -7.0).to(FP8_DTYPE)
+    x = torch.randn(6, 32).to(dtype)
+    weight = torch.randn((num_heads + 2 * num_kv_heads) * head_dim, 32).to(dtype)
+    kv_scale = 2.0 ** torch.randint(-9, 3, (2, 2, num_kv_heads))
+    slots = torch.tensor([3, -1, 17, 0, 12, 6])
+    no_turn = torch.cat([torch.ones(9, head_dim // 2), torch.zeros(9, head_dim // 2)], dim=-1)
+    positions = torch.arange(6).int()
+    packed = kernels.pack_linear(weight)
+    kernels.linear_rope_write_kv(
+        x, packed, no_turn, kv, layer=1, positions=positions, slots=slots, num_heads=num_heads, kv_scale=kv_scale
+    )
+    heads = kernels.linear(x, packed).view(6, -1, head_dim).float()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected = heads[row, num_heads:].view(2, num_kv_heads, head_dim) / kv_scale[1, :, :, None]
+            assert torch.equal(
+                kv[slot // block_size, 1, :, :, slot % block_size].float(),
+                expected.clamp(-448, 448).to(FP8_DTYPE).float(),
+            )
+    assert int((kv.float() == -7).sum()) >= kv.numel() - 5 * 2 * num_kv_heads * head_dim
+
+
+def test_eight_bit_blocks_move_whole(kernels):
+    kv = torch.randint(0, 120, (9, 2, 2, 1, 3, 8)).to(torch.uint8).view(FP8_DTYPE)
+    before = kv.clone().view(torch.uint8)
+    staging = torch.zeros(2, *kv.shape[1:]).to(FP8_DTYPE)
+    kernels.gather_blocks(kv, torch.tensor([7, 0]), staging)
+    kernels.scatter_blocks(kv, torch.tensor([1, 2]), staging)
+    kernels.copy_blocks(kv, torch.tensor([8]), torch.tensor([4]))
+    assert torch.equal(kv.view(torch.uint8), before[[0, 7, 0, 3, 8, 5, 6, 7, 8]])

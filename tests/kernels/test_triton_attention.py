@@ -11,7 +11,7 @@ from attention_cases import AttentionShape
 from kernel_cases import error_share
 
 from batchllm.kernels import attention, attention_triton
-from batchllm.kernels.attention import CHUNK
+from batchllm.kernels.attention import CHUNK, HeadShape
 from batchllm.kernels.floats import FP8_DTYPE
 
 pytestmark = pytest.mark.triton
@@ -107,12 +107,10 @@ def test_a_padded_plan_changes_nothing() -> None:
 def test_a_schedule_made_once_serves_every_layer() -> None:
     shape = AttentionShape((300, 530), (1, 2), num_heads=2, num_kv_heads=1, head_dim=64, layout="split")
     inputs = cases.attention_inputs(shape, dtype=torch.float32, device=DEVICE)
-    schedule = attention_triton.schedule_items(
-        inputs.plan, num_heads=2, num_kv_heads=1, head_dim=64, dtype=torch.float32
-    )
-    scheduled = dataclasses.replace(inputs, plan=dataclasses.replace(inputs.plan, schedule=schedule))
+    plan = attention_triton.schedule_attention_triton(inputs.plan, HeadShape(2, 1, 64, torch.float32))
+    scheduled = dataclasses.replace(inputs, plan=plan)
     assert torch.equal(run(scheduled), run(inputs))
-    assert schedule[:2].tolist() == [0, 0]
+    assert plan.schedule is not None and plan.schedule[:2].tolist() == [0, 0]
     assert torch.equal(run(scheduled), run(inputs))
 
 

@@ -13,7 +13,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from batchllm.errors import ModelError
-from batchllm.models.decoder import Decoder, auto_dtype, dtype_for, load_decoder
+from batchllm.models.decoder import Decoder, auto_dtype, dtype_for
+from batchllm.models.loading import load_decoder
 from batchllm.models.source import ModelSource
 from batchllm.models.tokenizer import load_tokenizer
 from batchllm.ops import REFERENCE

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from batchllm.errors import ModelError
-from batchllm.models.decoder import INT8_PARTS, PARTS, Decoder, int8_parts_for, load_decoder
+from batchllm.models.decoder import INT8_PARTS, PARTS, Decoder, int8_parts_for
+from batchllm.models.loading import load_decoder
 from batchllm.models.source import ModelSource
 from batchllm.ops import REFERENCE, Kernels, native_kernels
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from batchllm.models.decoder import Decoder, load_decoder
+from batchllm.models.decoder import Decoder
 from batchllm.models.huggingface_config import huggingface_config
+from batchllm.models.loading import load_decoder
 from batchllm.models.rotated_weights import RotatedWeights, Rotation
 from batchllm.models.safetensors_weights import SafetensorsWeights
 from batchllm.ops import REFERENCE

@@ -1,0 +1,222 @@
+"""One execution of a job: from the job file to written completions and a summary. Resumable at any moment."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from batchllm import __version__
+from batchllm.data.error_count import ErrorCount, num_failed
+from batchllm.data.inputs import Input, open_input
+from batchllm.data.openai_output import write_batch_files
+from batchllm.data.outputs import OutputFolder, OutputWriter, make_fingerprint
+from batchllm.data.prompts import Staging
+from batchllm.data.results import query
+from batchllm.data.run_folder import RunFolder, RunRecord
+from batchllm.data.schema import completion_schema
+from batchllm.engine.metrics import RunMetrics
+from batchllm.errors import OutputError
+from batchllm.job import Job
+from batchllm.models.fingerprint import model_fingerprint
+from batchllm.models.registry import resolve_model
+from batchllm.models.source import ModelSource
+from batchllm.models.tokenizer import load_tokenizer
+from batchllm.run_progress import Observer, RowCounts
+from batchllm.run_stages import RunStages
+from batchllm.run_summary import RunSummary, summary_values
+from batchllm.run_versions import job_as_yaml_values, versions
+
+if TYPE_CHECKING:  # imported when there is something to compute
+    from batchllm.run_engine import StageRunner
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How much of a job a run takes, and when it gives up; none of it changes what a row says.
+
+    `limit`: the first rows only. `retry_errors`: rows that carry an error run again. `max_error_rate`, from 0 to 1: the run
+    gives up once it is certain that more of all rows carry an error, those of earlier runs among them.
+    """
+
+    limit: int | None = None
+    retry_errors: bool = False
+    max_error_rate: float | None = None
+
+
+def run_job(job: Job, *, options: RunOptions | None = None, observer: Observer | None = None) -> RunSummary:
+    """Runs what is left of `job` and returns what happened.
+
+    Raises JobError, InputError, ModelError or OutputError where the job cannot run, RunLockedError where another run is at it.
+    """
+    observer = observer or Observer()
+    started_at = time.monotonic()
+    with OutputFolder(job.output.path) as output:
+        run = _Run(job, options=options or RunOptions(), observer=observer, output=output, started_at=started_at)
+        return run.execute_recorded()
+
+
+class _Run:
+    """One execution of a job. What needs no model is done here; torch is imported when there is something to compute."""
+
+    def __init__(
+        self, job: Job, *, options: RunOptions, observer: Observer, output: OutputFolder, started_at: float
+    ) -> None:
+        self._job = job
+        self._options = options
+        self._observer = observer
+        self._output = output
+        self._started_at = started_at
+        self._rows = RowCounts()
+        self._runner: StageRunner | None = None
+
+    def execute_recorded(self) -> RunSummary:
+        """`_execute`, and the run folder that says how it went, whichever way it ends."""
+        folder = RunFolder(
+            self._output.path,
+            run_id=self._output.run_id,
+            job=job_as_yaml_values(self._job),
+            versions=versions(),
+            name=self._job.name,
+        )
+        try:
+            summary = self._execute(folder)
+        except BaseException as error:
+            status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            num_steps = 0 if self._runner is None else self._runner.metrics.num_steps
+            counts = {"wall_s": time.monotonic() - self._started_at, "num_steps": num_steps}
+            counts |= {"rows_before": self._rows.before, "exit_code": getattr(error, "exit_code", 1)}
+            self._close(folder, status=status, summary=counts, error=str(error) or type(error).__name__)
+            raise
+        status = "finished" if summary.finished else "stopped"
+        if summary.too_many_errors is not None:
+            status = "failed"
+        self._close(folder, status=status, summary=summary_values(summary), error=summary.too_many_errors)
+        return summary
+
+    def _close(self, folder: RunFolder, *, status: str, summary: dict[str, Any], error: str | None = None) -> None:
+        """Completions are what a run is for: a record that cannot be written is said, and changes nothing else."""
+        record = RunRecord() if self._runner is None else self._runner.record()
+        try:
+            folder.close(status=status, summary=summary, record=record, error=error)
+        except OutputError as failure:
+            self._observer.note(str(failure))
+
+    def _execute(self, folder: RunFolder) -> RunSummary:
+        job, observer = self._job, self._observer
+        source_rows = open_input(job, spool_folder=self._output.staging, limit=self._options.limit)
+        source = resolve_model(job.model, base_folder=job.folder, say=observer.note)
+        fingerprint = make_fingerprint(
+            job=job.fingerprint_parts(),
+            input=source_rows.fingerprint,
+            model=model_fingerprint(source),
+            version=__version__,
+        )
+        done = self._output.resume(fingerprint=fingerprint, num_rows=source_rows.table.num_rows)
+        if self._options.retry_errors:
+            num_retried = self._output.drop_error_rows(below=source_rows.num_rows)
+            if num_retried:
+                observer.note(f"{num_retried} rows that carry an error run again")
+                done = self._output.resume(fingerprint=fingerprint, num_rows=source_rows.table.num_rows)
+        done = done[: source_rows.num_rows]
+        rows = self._rows
+        rows.total = source_rows.num_rows
+        if self._options.max_error_rate is not None:
+            rows.errors = ErrorCount(
+                rate=self._options.max_error_rate,
+                num_rows=source_rows.num_rows,
+                num_failed=num_failed(self._output.path, below=source_rows.num_rows),
+            )
+        rows.before = rows.done = int(done.sum())
+        if rows.before:
+            observer.note(f"{rows.before} of {source_rows.num_rows} rows are done already")
+        finished = bool(done.all())
+        if not finished and not rows.gives_up:
+            finished = self._run_stages(folder, source_rows=source_rows, source=source, done=done)
+        if source_rows.holds_requests:
+            write_batch_files(self._output.path, staging=self._output.staging, tokens=lambda: load_tokenizer(source))
+        return self._summary(source_rows, source.name, finished)
+
+    def _run_stages(self, folder: RunFolder, *, source_rows: Input, source: ModelSource, done: np.ndarray) -> bool:
+        """Computes the rows that are not done; False when it was stopped before the end."""
+        # Not before there is something to compute: the import takes longer than all that a complete run does.
+        from batchllm.run_engine import StageRunner
+
+        job = self._job
+        runner = self._runner = StageRunner(
+            job, source=source, observer=self._observer, rows=self._rows, started_at=self._started_at
+        )
+        folder.note_versions(runner.versions)
+        tokenizer = load_tokenizer(source)
+        staging = Staging.create(self._output.staging, input=source_rows, done=done)
+        stages = RunStages(job, input=source_rows, staging=staging, folder=self._output.staging)
+        schema = completion_schema(
+            [*source_rows.carried, *stages.completion_fields],
+            with_token_ids=job.output.token_ids,
+            with_logprobs=stages.jobs[-1].sampling.logprobs is not None or source_rows.holds_requests,
+        )
+        writer = OutputWriter(self._output, schema=schema, kept=stages.cells, model=source.name)
+        try:
+            return all(
+                runner.run(
+                    stages.open(number, tokenizer), tokenizer=tokenizer, writer=writer, should_stop=self._should_stop
+                )
+                for number in range(len(stages.jobs))
+            )
+        finally:
+            # What is complete is written even when the run fails: nothing that was computed is lost.
+            try:
+                writer.close()
+            finally:
+                runner.close()
+                stages.close()
+
+    def _should_stop(self) -> bool:
+        return self._rows.gives_up or self._observer.should_stop()
+
+    def _summary(self, rows: Input, model: str, finished: bool) -> RunSummary:
+        runner = self._runner
+        metrics = RunMetrics() if runner is None else runner.metrics
+        counts = query(
+            "select count(*) filter (not failed) as completed, count(*) filter (failed) as failed "
+            "from (select bool_or(error is not null) as failed from completions "
+            f"where row_index < {rows.num_rows} group by row_index)",
+            self._output.path,
+        ).to_pylist()[0]
+        engine_s = metrics.schedule_s + metrics.model_s + metrics.sample_s
+        return RunSummary(
+            name=self._job.name,
+            run_id=self._output.run_id,
+            output=self._output.path,
+            finished=finished,
+            num_rows=rows.num_rows,
+            rows_before=self._rows.before,
+            rows_completed=counts["completed"],
+            rows_failed=counts["failed"],
+            wall_s=time.monotonic() - self._started_at,
+            load_s=0.0 if runner is None else runner.load_s,
+            prompt_tokens=metrics.prompt_tokens,
+            unique_prompt_tokens=0 if runner is None else runner.unique_prompt_tokens,
+            computed_prompt_tokens=metrics.computed_prompt_tokens,
+            cached_prompt_tokens=metrics.cached_prompt_tokens,
+            completion_tokens=metrics.completion_tokens,
+            output_tokens_per_s=metrics.completion_tokens / engine_s if engine_s else 0.0,
+            num_steps=metrics.num_steps,
+            preemptions=metrics.preemptions,
+            recomputed_tokens=metrics.recomputed_tokens,
+            kv_peak_share=metrics.peak_used_blocks / metrics.num_blocks if metrics.num_blocks else 0.0,
+            kv_waste_share=metrics.num_unfilled_slots / metrics.num_allocated_slots
+            if metrics.num_allocated_slots
+            else 0.0,
+            device="none" if runner is None else runner.device,
+            dtype="none" if runner is None else runner.dtype,
+            kernels="none" if runner is None else runner.kernels,
+            model=model,
+            too_many_errors=self._rows.errors.reason if self._rows.errors is not None else None,
+            tiers=None if runner is None else runner.tiers,
+            drafted_tokens=metrics.drafted_tokens,
+            accepted_tokens=metrics.accepted_tokens,
+            roofline=runner.roofline() if finished and runner is not None else None,
+        )

@@ -1,0 +1,51 @@
+"""What a device decides of an engine beside its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from batchllm.engine.engine import EngineConfig
+from batchllm.engine.pool import KvShape
+from batchllm.engine.scheduler import Speculation
+from batchllm.engine.sizing import size_engine
+from batchllm.errors import JobError
+from batchllm.planner.plan import make_plan
+from batchllm.prompt import SamplingParams
+
+Size = Callable[[str, Speculation], EngineConfig]
+
+
+@pytest.fixture
+def size(list_prompts: Any) -> Size:
+    plan = make_plan(list_prompts([[1, 2, 3], [4, 5]], [SamplingParams(max_tokens=4)] * 2), prefix_sharing=True)
+
+    def engine(device: str, speculation: Speculation) -> EngineConfig:
+        return size_engine(
+            plan=plan,
+            shape=KvShape(2, 1, 8, torch.float32),
+            device=torch.device(device),
+            max_context=64,
+            block_size=4,
+            max_step_tokens="auto",
+            max_sequences="auto",
+            kv_bytes=1 << 20,
+            speculation=speculation,
+        )
+
+    return engine
+
+
+def test_an_engine_runs_ahead_on_a_gpu_and_drafts_on_a_cpu(size: Size) -> None:
+    on_gpu, on_cpu = size("cuda", "auto"), size("cpu", "auto")
+    assert (on_gpu.runs_ahead, on_gpu.speculation) == (True, "off")
+    assert (on_cpu.runs_ahead, on_cpu.speculation) == (False, "auto")
+
+
+def test_a_number_of_drafts_is_refused_on_a_gpu_by_name(size: Size) -> None:
+    assert size("cpu", 4).speculation == 4
+    with pytest.raises(JobError, match=r"engine\.speculation: 4 drafted tokens are not supported on cuda"):
+        size("cuda", 4)
