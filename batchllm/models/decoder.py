@@ -18,7 +18,7 @@ from batchllm.kernels.attention import AttentionPlan
 from batchllm.models.config import ModelConfig
 from batchllm.models.fingerprint import model_fingerprint
 from batchllm.models.gguf_config import gguf_config
-from batchllm.models.gguf_file import read_gguf
+from batchllm.models.gguf_file import read_gguf_once
 from batchllm.models.gguf_weights import GgufWeights
 from batchllm.models.huggingface_config import huggingface_config
 from batchllm.models.rope_table import rope_table
@@ -172,10 +172,11 @@ def load_decoder(
     device: torch.device,
     kernels: Kernels,
     int8_parts: frozenset[str] = frozenset(),
+    fingerprint: str | None = None,
 ) -> Decoder:
-    """Reads config and weights, one tensor at a time. Raises ModelError that names what is wrong with which file."""
+    """Reads config and weights, one tensor at a time. `fingerprint`: that of `source`, if it is known already. Raises ModelError that names what is wrong with which file."""
     if source.kind == "gguf":
-        file = read_gguf(source.path)
+        file = read_gguf_once(source.path)
         config = gguf_config(file)
         weights: Weights = GgufWeights(file, config)
     else:
@@ -187,7 +188,7 @@ def load_decoder(
         dtype=dtype,
         device=device,
         kernels=kernels,
-        fingerprint=model_fingerprint(source),
+        fingerprint=fingerprint or model_fingerprint(source),
         int8_parts=int8_parts,
     )
 
