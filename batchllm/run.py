@@ -27,16 +27,16 @@ from batchllm.engine.tier_setup import DiskRequest, TierRequest, open_tiers
 from batchllm.engine.transfer import TierSetup
 from batchllm.errors import JobError, OutputError
 from batchllm.job import Job
-from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for, load_decoder
+from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for
 from batchllm.models.fingerprint import model_fingerprint
 from batchllm.models.registry import resolve_model
-from batchllm.models.source import read_config
+from batchllm.models.source import ModelSource
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
-from batchllm.ops import select_kernels
 from batchllm.plan.plan import Plan, make_plan
 from batchllm.plan.store import PromptStore
 from batchllm.plan.work import PlanWork, plan_work
 from batchllm.prompt import Completion
+from batchllm.run_load import DecoderLoad
 from batchllm.run_progress import Observer, ProgressTracker
 from batchllm.run_record import (
     EngineFacts,
@@ -146,10 +146,11 @@ class _Run:
         job, observer = self._job, self._observer
         source_rows = open_input(job, spool_folder=self._output.staging, limit=self._options.limit)
         source = resolve_model(job.model, base_folder=job.folder, say=observer.note)
+        model = model_fingerprint(source)
         fingerprint = make_fingerprint(
             job=job.fingerprint_parts(),
             input=source_rows.fingerprint,
-            model=model_fingerprint(source),
+            model=model,
             version=__version__,
         )
         done = self._output.resume(fingerprint=fingerprint, num_rows=source_rows.table.num_rows)
@@ -171,36 +172,50 @@ class _Run:
             observer.note(f"{self._rows_before} of {source_rows.num_rows} rows are done already")
         finished = bool(done.all())
         if not finished and not self._gives_up():
-            tokenizer = load_tokenizer(source)
-            staging = Staging.create(self._output.staging, input=source_rows, done=done)
-            stages = RunStages(job, input=source_rows, staging=staging, folder=self._output.staging)
-            schema = completion_schema(
-                [*source_rows.carried, *stages.completion_fields],
-                with_token_ids=job.output.token_ids,
-                with_logprobs=stages.jobs[-1].sampling.logprobs is not None or source_rows.holds_requests,
+            load = DecoderLoad(
+                source,
+                dtype=self._dtype,
+                device=self._device,
+                int8_parts=int8_parts_for(job.engine.weights),
+                fingerprint=model,
             )
-            writer = OutputWriter(self._output, schema=schema, kept=stages.cells, model=source.name)
             try:
-                finished = all(
-                    self._run_stage(stages.open(number, tokenizer), source, tokenizer, writer)
-                    for number in range(len(stages.jobs))
-                )
+                finished = self._run_stages(source_rows, source, load, done)
             finally:
-                # What is complete is written even when the run fails: nothing that was computed is lost.
-                try:
-                    writer.close()
-                finally:
-                    stages.close()
+                load.close()
         if source_rows.holds_requests:
             write_batch_files(self._output.path, staging=self._output.staging, tokens=lambda: load_tokenizer(source))
         return self._summary(source_rows, source.name, finished)
 
-    def _run_stage(self, stage: Stage, source: Any, tokenizer: Tokenizer, writer: OutputWriter) -> bool:
+    def _run_stages(self, source_rows: Input, source: ModelSource, load: DecoderLoad, done: np.ndarray) -> bool:
+        """Runs every stage; False when one was stopped before its end."""
+        tokenizer = load_tokenizer(source)
+        staging = Staging.create(self._output.staging, input=source_rows, done=done)
+        stages = RunStages(self._job, input=source_rows, staging=staging, folder=self._output.staging)
+        schema = completion_schema(
+            [*source_rows.carried, *stages.completion_fields],
+            with_token_ids=self._job.output.token_ids,
+            with_logprobs=stages.jobs[-1].sampling.logprobs is not None or source_rows.holds_requests,
+        )
+        writer = OutputWriter(self._output, schema=schema, kept=stages.cells, model=source.name)
+        try:
+            return all(
+                self._run_stage(stages.open(number, tokenizer), load, tokenizer, writer)
+                for number in range(len(stages.jobs))
+            )
+        finally:
+            # What is complete is written even when the run fails: nothing that was computed is lost.
+            try:
+                writer.close()
+            finally:
+                stages.close()
+
+    def _run_stage(self, stage: Stage, load: DecoderLoad, tokenizer: Tokenizer, writer: OutputWriter) -> bool:
         """Renders, plans and runs one stage, the only one of most jobs; False when it was stopped before its end."""
         job, observer = self._job, self._observer
         if stage.name is not None:
             observer.note(f"stage {stage.name}")
-        context = read_config(source).max_context
+        context = load.max_context
         should_stop = self._should_stop
         errors = stage_prompts(
             stage.job,
@@ -234,12 +249,16 @@ class _Run:
         if should_stop():
             return False
         if self._decoder is None:
-            self._decoder = self._load(source)
+            try:
+                self._decoder = load.wait()
+            finally:
+                self._load_s = load.waited_s
+            self._kernels = self._decoder.kernels.name
         engine = self._engine(self._decoder, tokenizer, store, plan)
         share = GeneratedShare(store, max_context=context)
         if stage.name is None:
             # Promises and rates are those of one plan; a job with stages has several.
-            self._note_plan(plan, store, engine=engine, model=source.name, tokenizer=tokenizer)
+            self._note_plan(plan, store, engine=engine, model=load.source.name, tokenizer=tokenizer)
             self._generated_share = share
         tier_use = TierUse(
             block_bytes=kv_shape(self._decoder).block_bytes(engine.config.block_size), started_at=self._started_at
@@ -289,20 +308,6 @@ class _Run:
     def _count_failed(self, row_index: int) -> None:
         if self._errors is not None:
             self._errors.add(row_index)
-
-    def _load(self, source: Any) -> Decoder:
-        load_started_at = time.monotonic()
-        kernels = select_kernels(self._device, head_dim=read_config(source).head_dim)
-        self._kernels = kernels.name
-        decoder = load_decoder(
-            source,
-            dtype=self._dtype,
-            device=self._device,
-            kernels=kernels,
-            int8_parts=int8_parts_for(self._job.engine.weights),
-        )
-        self._load_s = time.monotonic() - load_started_at
-        return decoder
 
     def _engine(self, decoder: Decoder, tokenizer: Tokenizer, store: PromptStore, plan: Plan) -> Engine:
         settings = self._job.engine

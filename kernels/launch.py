@@ -20,8 +20,8 @@ triton: Any = None
 tl: Any = None
 if sys.modules.get("triton") is not None or os.environ.get("TRITON_INTERPRET") or torch.cuda.is_available():
     try:
-        import triton
-        import triton.language as tl
+        import triton  # type: ignore[no-redef]
+        import triton.language as tl  # type: ignore[no-redef]
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "triton":
             raise

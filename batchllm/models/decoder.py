@@ -7,6 +7,7 @@ come from one `Kernels`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from batchllm.models.rope_table import rope_table
 from batchllm.models.rotated_weights import RotatedWeights
 from batchllm.models.safetensors_weights import SafetensorsWeights
 from batchllm.models.source import ModelSource
-from batchllm.models.weights import Weights
+from batchllm.models.weights import Weights, WeightsUntil
 from batchllm.ops import Kernels
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -173,8 +174,12 @@ def load_decoder(
     kernels: Kernels,
     int8_parts: frozenset[str] = frozenset(),
     fingerprint: str | None = None,
+    given_up: Callable[[], bool] | None = None,
 ) -> Decoder:
-    """Reads config and weights, one tensor at a time. `fingerprint`: that of `source`, if it is known already. Raises ModelError that names what is wrong with which file."""
+    """Reads config and weights, one tensor at a time. Raises ModelError that names what is wrong with which file.
+
+    `fingerprint`: that of `source`, if it is known already. Once `given_up` is true the next tensor raises LoadGivenUp.
+    """
     if source.kind == "gguf":
         file = read_gguf_once(source.path)
         config = gguf_config(file)
@@ -182,6 +187,8 @@ def load_decoder(
     else:
         config = huggingface_config(source.path)
         weights = SafetensorsWeights(source.path, config)
+    if given_up is not None:
+        weights = WeightsUntil(weights, given_up)
     return Decoder(
         config,
         weights,
