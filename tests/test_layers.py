@@ -16,7 +16,7 @@ LAYERS = [
     ["models", "plan"],
     ["engine"],
     ["job", "job_file", "job_schema", "data"],
-    ["run_progress", "run_record", "run_stages", "run_summary"],
+    ["run_load", "run_progress", "run_record", "run_stages", "run_summary"],
     ["run", "planning", "doctor", "simulation"],
     ["nightly", "api"],
     ["cli", "__init__"],
