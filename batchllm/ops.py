@@ -186,7 +186,7 @@ def select_kernels(device: torch.device, *, head_dim: int | None = None) -> Kern
         if launch.can_run(device):
             return TRITON
         if asked == "triton":
-            reason = "needs a CUDA device" if launch.triton else "needs triton installed"
+            reason = "needs a CUDA device" if launch.is_installed() else "needs triton installed"
             raise JobError(f"{ENVIRONMENT_VARIABLE}=triton: {reason}; the job's device is {device}")
     try:
         native_or_reason = native_kernels() if device.type == "cpu" else f"not for {device.type}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,16 +17,15 @@ from batchllm.engine.roofline import run_roofline
 from batchllm.engine.sizing import size_engine
 from batchllm.engine.tier_report import TierReport
 from batchllm.job import Job
-from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for, kv_dtype_for
-from batchllm.models.loading import load_decoder
-from batchllm.models.source import ModelSource, read_config
+from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for
+from batchllm.models.source import ModelSource
 from batchllm.models.tokenizer import Tokenizer
-from batchllm.ops import select_kernels
 from batchllm.planner.plan import Plan, make_plan
 from batchllm.planner.roofline import Roofline
 from batchllm.planner.store import PromptStore
 from batchllm.planner.work import PlanWork, plan_work
 from batchllm.prompt import Completion
+from batchllm.run_load import DecoderLoad
 from batchllm.run_progress import Observer, ProgressTracker, RowCounts
 from batchllm.run_record import (
     EngineFacts,
@@ -47,9 +45,11 @@ class StageRunner:
     """Runs one stage after the other. Owns the model and the tiers, until `close`; counts what was done."""
 
     def __init__(
-        self, job: Job, *, source: ModelSource, observer: Observer, rows: RowCounts, started_at: float
+        self, job: Job, *, source: ModelSource, model: str, observer: Observer, rows: RowCounts, started_at: float
     ) -> None:
-        """Raises JobError for a device that is not there. `rows` is the caller's and is counted up."""
+        """Starts to load the model; `model` is its fingerprint. Raises JobError for a device that is not there. `rows` is the caller's and is
+        counted up.
+        """
         self.metrics = RunMetrics()
         self.unique_prompt_tokens = 0
         self.load_s = 0.0
@@ -57,7 +57,7 @@ class StageRunner:
         self.tiers: TierReport | None = None
         """Known once closed."""
         self._job = job
-        self._source = source
+        self._model_name = source.name
         self._observer = observer
         self._rows = rows
         self._started_at = started_at
@@ -71,6 +71,14 @@ class StageRunner:
         self._engine_facts: EngineFacts | None = None
         self._plans: list[dict[str, Any]] = []
         self._shares: list[tuple[str | None, GeneratedShare]] = []
+        self._load = DecoderLoad(
+            source,
+            dtype=self._dtype,
+            device=self._device,
+            int8_parts=int8_parts_for(job.engine.weights),
+            kv_dtype=job.engine.kv.dtype,
+            fingerprint=model,
+        )
 
     @property
     def device(self) -> str:
@@ -104,7 +112,8 @@ class StageRunner:
         )
 
     def close(self) -> None:
-        """Closes the tiers."""
+        """Ends the load if it is still going on, and closes the tiers."""
+        self._load.close()
         self.tiers = self._run_tiers.close(self.metrics)
 
     def run(self, stage: Stage, *, tokenizer: Tokenizer, writer: OutputWriter, should_stop: Callable[[], bool]) -> bool:
@@ -112,7 +121,7 @@ class StageRunner:
         job, observer, rows = self._job, self._observer, self._rows
         if stage.name is not None:
             observer.note(f"stage {stage.name}")
-        context = read_config(self._source).max_context
+        context = self._load.max_context
         errors = stage_prompts(
             stage.job,
             input=stage.input,
@@ -145,7 +154,11 @@ class StageRunner:
         if should_stop():
             return False
         if self._decoder is None:
-            self._decoder = self._load()
+            try:
+                self._decoder = self._load.wait()
+            finally:
+                self.load_s = self._load.waited_s
+            self.kernels = self._decoder.kernels.name
         engine = self._engine(self._decoder, tokenizer, stage, plan)
         share = GeneratedShare(store, max_context=context)
         self._shares.append((stage.name, share))
@@ -190,21 +203,6 @@ class StageRunner:
             )
             engine.close(keep_tiers=True)
 
-    def _load(self) -> Decoder:
-        load_started_at = time.monotonic()
-        kernels = select_kernels(self._device, head_dim=read_config(self._source).head_dim)
-        self.kernels = kernels.name
-        decoder = load_decoder(
-            self._source,
-            dtype=self._dtype,
-            device=self._device,
-            kernels=kernels,
-            int8_parts=int8_parts_for(self._job.engine.weights),
-            kv_dtype=kv_dtype_for(self._job.engine.kv.dtype, dtype=self._dtype, kernels=kernels),
-        )
-        self.load_s = time.monotonic() - load_started_at
-        return decoder
-
     def _engine(self, decoder: Decoder, tokenizer: Tokenizer, stage: Stage, plan: Plan) -> Engine:
         settings = self._job.engine
         config = size_engine(
@@ -234,7 +232,7 @@ class StageRunner:
         """What the plan promises, for the run folder: made before the first step, so that it is no hindsight."""
         decoder = engine.decoder
         facts = EngineFacts(kv_shape(decoder), engine.config, decoder.config.max_context)
-        rates = last_rates(self._job, model=self._source.name, device=self.device, dtype=self.dtype)
+        rates = last_rates(self._job, model=self._model_name, device=self.device, dtype=self.dtype)
         explanation = facts.explain(
             plan,
             stage.staging.store,

@@ -108,10 +108,11 @@ class _Run:
         job, observer = self._job, self._observer
         source_rows = open_input(job, spool_folder=self._output.staging, limit=self._options.limit)
         source = resolve_model(job.model, base_folder=job.folder, say=observer.note)
+        model = model_fingerprint(source)
         fingerprint = make_fingerprint(
             job=job.fingerprint_parts(),
             input=source_rows.fingerprint,
-            model=model_fingerprint(source),
+            model=model,
             version=__version__,
         )
         done = self._output.resume(fingerprint=fingerprint, num_rows=source_rows.table.num_rows)
@@ -134,21 +135,34 @@ class _Run:
             observer.note(f"{rows.before} of {source_rows.num_rows} rows are done already")
         finished = bool(done.all())
         if not finished and not rows.gives_up:
-            finished = self._run_stages(folder, source_rows=source_rows, source=source, done=done)
+            finished = self._run_stages(folder, source_rows=source_rows, source=source, model=model, done=done)
         if source_rows.holds_requests:
             write_batch_files(self._output.path, staging=self._output.staging, tokens=lambda: load_tokenizer(source))
         return self._summary(source_rows, source.name, finished)
 
-    def _run_stages(self, folder: RunFolder, *, source_rows: Input, source: ModelSource, done: np.ndarray) -> bool:
-        """Computes the rows that are not done; False when it was stopped before the end."""
+    def _run_stages(
+        self, folder: RunFolder, *, source_rows: Input, source: ModelSource, model: str, done: np.ndarray
+    ) -> bool:
+        """Computes the rows that are not done; False when it was stopped before the end. `model`: the fingerprint of `source`."""
         # Not before there is something to compute: the import takes longer than all that a complete run does.
         from batchllm.run_engine import StageRunner
 
-        job = self._job
         runner = self._runner = StageRunner(
-            job, source=source, observer=self._observer, rows=self._rows, started_at=self._started_at
+            self._job,
+            source=source,
+            model=model,
+            observer=self._observer,
+            rows=self._rows,
+            started_at=self._started_at,
         )
-        folder.note_versions(runner.versions)
+        try:
+            folder.note_versions(runner.versions)
+            return self._run_on(runner, source_rows=source_rows, source=source, done=done)
+        finally:
+            runner.close()
+
+    def _run_on(self, runner: StageRunner, *, source_rows: Input, source: ModelSource, done: np.ndarray) -> bool:
+        job = self._job
         tokenizer = load_tokenizer(source)
         staging = Staging.create(self._output.staging, input=source_rows, done=done)
         stages = RunStages(job, input=source_rows, staging=staging, folder=self._output.staging)
@@ -170,7 +184,6 @@ class _Run:
             try:
                 writer.close()
             finally:
-                runner.close()
                 stages.close()
 
     def _should_stop(self) -> bool:

@@ -163,7 +163,7 @@ def main() -> int:
     small = arguments.interpret
     device = torch.device("cpu" if small else "cuda")
     if launch.triton is None or (not small and not torch.cuda.is_available()):
-        missing = "triton is not installed" if launch.triton is None else "no CUDA device here"
+        missing = "triton is not installed" if not launch.is_installed() else "no CUDA device here"
         print(f"gpu.py: {missing}; nothing was measured", file=sys.stderr)
         return 1
     results = []

@@ -1,33 +1,45 @@
-"""Triton where it is installed: its language, its decorator, and the one way in which a kernel is launched.
+"""Triton where it can run: its language, its decorator, and the one way in which a kernel is launched.
 
-Kernel files take `jit` and `tl` from here, so that their references import on a machine without Triton.
+Kernel files take `jit` and `tl` from here, so that their references import on a machine without Triton. Where no device here could run a
+kernel it is not imported either, which would take a quarter of a second; who imports it first, to compile for another machine, gets it.
 Triton 3.6 or newer. The interpreter of 3.6 needs numpy below 2.4, that of 3.9 does not; compiled kernels do not mind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError as error:
-    if error.name is None or error.name.partition(".")[0] != "triton":
-        raise
-    triton = tl = None
+triton: Any = None
+tl: Any = None
+if sys.modules.get("triton") is not None or os.environ.get("TRITON_INTERPRET") or torch.cuda.is_available():
+    try:
+        import triton  # type: ignore[no-redef]
+        import triton.language as tl  # type: ignore[no-redef]
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        triton = tl = None
 
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`triton.jit(**options)`; without Triton the function stays as it is and no launcher can reach it."""
+    """`triton.jit(**options)`; where Triton is not imported the function stays as it is and no launcher can reach it."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         return function if triton is None else triton.jit(function, **options)
 
     return decorate
+
+
+def is_installed() -> bool:
+    """True where Triton could be imported, whether or not it was."""
+    return find_spec("triton") is not None
 
 
 def is_interpreted() -> bool:
@@ -60,7 +72,7 @@ def launch(
     An empty grid is no launch. Raises RuntimeError where Triton cannot run on `device`.
     """
     if not can_run(device):
-        reason = "is not installed" if triton is None else f"runs on CUDA devices, not on {device}"
+        reason = "is not installed" if not is_installed() else f"runs on CUDA devices, not on {device}"
         raise RuntimeError(f"Triton {reason}; TRITON_INTERPRET=1 runs an installed Triton anywhere, slowly")
     if 0 in grid:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -24,6 +25,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from batchllm.errors import ModelError
 from batchllm.models.registry import resolve_model
 from batchllm.models.source import ModelSource
+
+# Before any kernel is imported: without a GPU kernels are compiled here but not run, so that nothing else would import it.
+with contextlib.suppress(ModuleNotFoundError):
+    import triton  # noqa: F401
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

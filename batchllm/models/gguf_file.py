@@ -7,6 +7,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import struct
@@ -55,6 +56,20 @@ def read_gguf(path: Path) -> GgufFile:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
     except (struct.error, ValueError) as error:
         raise ModelError(f"{path}: not a whole GGUF file: {error}") from error
+
+
+def read_gguf_once(path: Path) -> GgufFile:
+    """`read_gguf`, and what it gave the last time where the file is the same: settings, tokenizer and weights each need it."""
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    return _read_state(path, state.st_ino, state.st_size, state.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_state(path: Path, *_state: int) -> GgufFile:
+    return read_gguf(path)
 
 
 class _Cursor:
@@ -110,6 +125,21 @@ class _Cursor:
         self.at += length
         return self.data[self.at - length : self.at].decode("utf-8")
 
+    def strings(self, count: int) -> list[str]:
+        """`count` strings in a row: a vocabulary has 100,000 of them, so nothing is called for each."""
+        data, at, length_at = self.data, self.at, struct.Struct("<Q").unpack_from
+        found: list[str] = []
+        for _ in range(count):
+            (length,) = length_at(data, at)
+            start = at + 8
+            at = start + length
+            if at > len(data):
+                self.at = start
+                self.need(length)
+            found.append(str(data[start:at], "utf-8"))
+        self.at = at
+        return found
+
     def value(self, kind: int) -> Any:
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])
@@ -120,7 +150,7 @@ class _Cursor:
         item_kind, length = self.scalar("<I"), self.scalar("<Q")
         if item_kind == _STRING:
             self.need(length * 8)
-            return [self.string() for _ in range(length)]
+            return self.strings(length)
         if item_kind not in _SCALARS:
             raise ValueError(f"array of type {item_kind} at byte {self.at}")
         dtype = np.dtype(_SCALARS[item_kind])

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from batchllm.errors import ModelError
 from batchllm.models.declared_tokens import DeclaredTokens
 from batchllm.models.gguf_config import gguf_config
-from batchllm.models.gguf_file import GgufFile, read_gguf
+from batchllm.models.gguf_file import GgufFile, read_gguf_once
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 
@@ -29,7 +29,7 @@ _PRE_TOKENIZERS = ("gpt-2", "smollm", "llama-bpe", "qwen2")
 
 def gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, DeclaredTokens]:
     """The pipeline and its declared tokens. Raises ModelError that names an unknown vocabulary or pre-tokenizer."""
-    file = read_gguf(path)
+    file = read_gguf_once(path)
     config = gguf_config(file)
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":

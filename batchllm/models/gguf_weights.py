@@ -1,4 +1,4 @@
-"""Weights out of a GGUF file: dequantised by the `gguf` package a slice at a time, under canonical names.
+"""Weights out of a GGUF file: dequantised a slice at a time, under canonical names.
 
 The llama architecture (Mistral is one of it) stores the rows of q and k of each head with the two halves interleaved;
 here they are put back into halves. Other architectures store them as they are.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from gguf.quants import dequantize
 
 from batchllm.errors import ModelError
+from batchllm.kernels.dequantise import dequantise
 from batchllm.models.config import ModelConfig
 from batchllm.models.gguf_file import GgufFile
 from batchllm.models.weights import canonical_shapes, check_account
@@ -31,7 +31,7 @@ _LAYER_NAMES = {
     "down": "ffn_down.weight",
 }
 _SLICE_ELEMENTS = 1 << 23
-"""Elements dequantised at once: bounds the float32 copy to 32 MiB."""
+"""Elements dequantised at once: bounds what is read and what is float32 in between."""
 
 
 class GgufWeights:
@@ -63,12 +63,11 @@ class GgufWeights:
             if stored.size != (stop - start) * row_bytes:
                 raise ModelError(f"{self._file.path}: tensor {tensor.name} is cut short")
             try:
-                values = dequantize(stored.reshape(stop - start, row_bytes), tensor.kind)
+                dequantise(stored.reshape(stop - start, row_bytes), tensor.kind, flat[start:stop])
             except NotImplementedError as error:
                 raise ModelError(
                     f"{self._file.path}: tensor {tensor.name}: type {tensor.kind.name} cannot be read"
                 ) from error
-            flat[start:stop] = torch.from_numpy(np.ascontiguousarray(values, np.float32))
         part = name.rpartition(".")[2]
         if self._config.architecture == "llama" and part in ("q", "k"):
             return _halves(out, self._config.num_heads if part == "q" else self._config.num_kv_heads)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from batchllm.models.config import ModelConfig
 from batchllm.models.gguf_config import gguf_config
-from batchllm.models.gguf_file import read_gguf
+from batchllm.models.gguf_file import read_gguf_once
 from batchllm.models.huggingface_config import huggingface_config
 
 PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
@@ -27,5 +27,5 @@ class ModelSource:
 def read_config(source: ModelSource) -> ModelConfig:
     """The model's settings; reads no weights. Raises ModelError for what this program cannot compute."""
     if source.kind == "gguf":
-        return gguf_config(read_gguf(source.path))
+        return gguf_config(read_gguf_once(source.path))
     return huggingface_config(source.path)

@@ -64,13 +64,16 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-_ALPHABET = byte_alphabet()
+_OUTSIDE = 0xFFFF
+_LATIN1 = dict.fromkeys(range(256), _OUTSIDE) | {ord(character): byte for character, byte in byte_alphabet().items()}
 
 
 def _byte_level(text: str) -> bytes:
-    if all(character in _ALPHABET for character in text):
-        return bytes(_ALPHABET[character] for character in text)
-    return text.encode()
+    try:
+        return text.translate(_LATIN1).encode("latin-1")
+    except UnicodeEncodeError:
+        # Not spelled in the alphabet.
+        return text.encode()
 
 
 def _decoder_steps(description: dict[str, Any]) -> list[dict[str, Any]]:

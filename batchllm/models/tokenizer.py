@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import tokenizers
+from tokenizers import AddedToken
 
 from batchllm.errors import ModelError
 from batchllm.models.declared_tokens import DeclaredTokens
@@ -57,7 +57,7 @@ class Tokenizer:
         for token_id in self.special_tokens.values():
             self.token_bytes[token_id] = b""
         self._with_special = pipeline
-        self._without_special = _without_special(description, self.special_tokens)
+        self._without_special = _without_special(pipeline, self.special_tokens)
         # The unknown token is what a vocabulary without bytes gives for a strange character: no control.
         unknown = description["model"].get("unk_token")
         self._control = {i: text for text, i in self.special_tokens.items() if text != unknown}
@@ -106,9 +106,24 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     return Tokenizer(*huggingface_tokenizer(source.path))
 
 
-def _without_special(description: dict[str, Any], special_tokens: dict[str, int]) -> tokenizers.Tokenizer:
-    """A second pipeline that sees no control token in a text. The switch is the pipeline's, not the call's."""
-    added = [{**token, "special": token["content"] in special_tokens} for token in description["added_tokens"]]
-    pipeline = tokenizers.Tokenizer.from_str(json.dumps({**description, "added_tokens": added}))
-    pipeline.encode_special_tokens = True
-    return pipeline
+def _without_special(pipeline: tokenizers.Tokenizer, special_tokens: dict[str, int]) -> tokenizers.Tokenizer:
+    """A second pipeline that sees no control token in a text; it shares the model. The switch is the pipeline's, not the call's."""
+    second = tokenizers.Tokenizer(pipeline.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (value := getattr(pipeline, part)) is not None:
+            setattr(second, part, value)
+    second.add_tokens(
+        [
+            AddedToken(
+                token.content,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+                special=token.content in special_tokens,
+            )
+            for _, token in sorted(pipeline.get_added_tokens_decoder().items())
+        ]
+    )
+    second.encode_special_tokens = True
+    return second

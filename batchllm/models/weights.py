@@ -7,7 +7,7 @@ Matrices are [out_size, in_size]; rows of q and k lie head by head, each head in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -25,6 +25,23 @@ class Weights(Protocol):
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The tensor with this canonical name, on the CPU, own memory, in `dtype`."""
         ...
+
+
+class LoadGivenUp(Exception):
+    """Nobody waits for the weights any more."""
+
+
+class WeightsUntil:
+    """Other weights until `given_up` is true: from then on a read raises LoadGivenUp."""
+
+    def __init__(self, weights: Weights, given_up: Callable[[], bool]) -> None:
+        self._weights = weights
+        self._given_up = given_up
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        if self._given_up():
+            raise LoadGivenUp
+        return self._weights.read(name, dtype)
 
 
 def canonical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

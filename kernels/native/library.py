@@ -44,6 +44,7 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "linear": ((*_LINEAR, c_int32), None),
     "linear_rope_write_kv": ((*_LINEAR, *_ROPE), None),
     "copy_blocks": ((c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64), None),
+    "dequantise": ((c_void_p, c_void_p, c_int64, c_int32, c_int32), None),
     "copy_checksum": ((c_void_p, c_void_p, c_int64), c_uint64),
 }
 
@@ -64,6 +65,7 @@ class Library:
     linear_rope_write_kv: Any
     copy_blocks: Any
     copy_checksum: Any
+    dequantise: Any
 
     def path_name(self) -> str:
         """The path that runs now."""

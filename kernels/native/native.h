@@ -103,6 +103,11 @@ void* scratch(ScratchSlot slot, size_t num_bytes);
 // Copies `num_bytes`, more than 240, and returns their XXH3 of 64 bits. On the calling thread alone.
 uint64_t copy_checksum(void* to, const void* from, int64_t num_bytes, bool has_avx512);
 
+// Kinds of blocks of 32 weights, the numbers of kernels/dequantise.py.
+enum BlockKind : int32_t { kQ4_0 = 0, kQ4_1 = 1, kQ8_0 = 2, kNumBlockKinds = 3 };
+// `num_blocks` blocks to float32 or bfloat16, on torch's threads.
+void dequantise(const void* from, void* to, int64_t num_blocks, int kind, int data_type, bool has_avx2);
+
 // Repeats body(state, index) for each index below count on torch's threads; `grain` indexes at least a thread.
 int num_threads();
 

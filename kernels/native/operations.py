@@ -191,25 +191,32 @@ def rope_write_kv(
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, int8: bool = False) -> NativeLinear:
     """Weight [out_size, in_size] float32 or bfloat16, packed: a copy, with `int8` rounded."""
-    out_size, in_size = weight.shape
-    num_tiles = -(-out_size // 16)
-    wide_bias = None if bias is None else torch.nn.functional.pad(bias.float(), (0, num_tiles * 16 - out_size))
     packed = _int8_tiles(weight) if int8 else _plain_tiles(weight)
-    return NativeLinear(weight=packed, bias=wide_bias, out_size=out_size, in_size=in_size)
+    return NativeLinear(
+        weight=packed, bias=_wide_bias(bias, weight.shape[0]), out_size=weight.shape[0], in_size=weight.shape[1]
+    )
 
 
-def _plain_tiles(weight: torch.Tensor) -> torch.Tensor:
+def _wide_bias(bias: torch.Tensor | None, out_size: int) -> torch.Tensor | None:
+    return None if bias is None else torch.nn.functional.pad(bias.float(), (0, -out_size % 16))
+
+
+def _plain_tiles(weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+    """[tiles, inputs, 16] float32 or [tiles, pairs of inputs, 16, 2] bfloat16; with `gated` the tiles of the two halves in turn."""
     _data_type(weight)
     out_size, in_size = weight.shape
     num_tiles = -(-out_size // 16)
-    padded_in = -(-in_size // 32) * 32 if weight.dtype == torch.bfloat16 else in_size
-    padded = torch.nn.functional.pad(weight, (0, padded_in - in_size, 0, num_tiles * 16 - out_size))
-    if weight.dtype == torch.bfloat16:
-        tiles = padded.view(num_tiles, 16, padded_in // 2, 2).permute(0, 2, 1, 3)
-    else:
-        tiles = padded.view(num_tiles, 16, padded_in).permute(0, 2, 1)
-    packed = empty_in_arena(tiles.shape, weight.dtype)
-    packed.copy_(tiles)
+    per_word = torch.float32.itemsize // weight.dtype.itemsize
+    padded_in = -(-in_size // 32) * 32 if per_word > 1 else in_size
+    if (num_tiles * 16, padded_in) != weight.shape:
+        weight = torch.nn.functional.pad(weight, (0, padded_in - in_size, 0, num_tiles * 16 - out_size))
+    # Pairs of bfloat16 stay together, and moving them as one word is three times as fast.
+    tiles = weight.contiguous().view(torch.int32).view(num_tiles, 16, padded_in // per_word)
+    if gated:
+        tiles = tiles.unflatten(0, (2, num_tiles // 2)).transpose(0, 1)
+    shape = (num_tiles, padded_in // per_word, 16)
+    packed = empty_in_arena(shape if per_word == 1 else (*shape, per_word), weight.dtype)
+    packed.view(torch.int32).view(*tiles.shape[:-2], *shape[1:]).copy_(tiles.transpose(-1, -2))
     return packed
 
 
@@ -233,7 +240,16 @@ def pack_linear_gated(weight: torch.Tensor, bias: torch.Tensor | None = None, *,
     if size % 16:
         return pack_linear(weight, bias, int8=int8)
     order = torch.arange(2 * size).view(2, size // 16, 16).transpose(0, 1).flatten()
-    return replace(pack_linear(weight[order], None if bias is None else bias[order], int8=int8), gated=True)
+    ordered = None if bias is None else bias[order]
+    if int8:
+        return replace(pack_linear(weight[order], ordered, int8=True), gated=True)
+    return NativeLinear(
+        weight=_plain_tiles(weight, gated=True),
+        bias=_wide_bias(ordered, 2 * size),
+        out_size=2 * size,
+        in_size=weight.shape[1],
+        gated=True,
+    )
 
 
 def _run_linear(x: torch.Tensor, packed: NativeLinear, out: torch.Tensor, end: int) -> torch.Tensor:

@@ -52,3 +52,13 @@ print(ops.REFERENCE.silu_mul(torch.tensor([[0.0, 2.0]])).tolist())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.stdout == "[[0.0]]\n", done.stderr
+
+
+def test_triton_is_not_imported_where_no_device_can_run_it() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the GPU here runs Triton")
+    program = "import sys; from batchllm import ops; print('triton' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.stdout == "False\n", done.stderr

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchllm.errors import ModelError
-from batchllm.models.gguf_file import read_gguf
+from batchllm.models.gguf_file import read_gguf, read_gguf_once
 
 
 @pytest.fixture
@@ -98,3 +98,14 @@ def test_a_part_of_a_split_file_is_refused(
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"none\.gguf: cannot be read: No such file"):
         read_gguf(tmp_path / "none.gguf")
+
+
+def test_a_file_is_parsed_once_until_it_changes(tiny_file: Path) -> None:
+    first = read_gguf_once(tiny_file)
+    assert read_gguf_once(tiny_file) is first
+    tiny_file.write_bytes(tiny_file.read_bytes() + bytes(32))
+    again = read_gguf_once(tiny_file)
+    assert again is not first and again.metadata == first.metadata
+    tiny_file.unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_gguf_once(tiny_file)
