@@ -39,7 +39,7 @@ def run_roofline(work: PlanWork, *, decoder: Decoder, metrics: RunMetrics, max_s
     return roofline(
         work,
         model=config,
-        weight_bytes=decoder.dtype.itemsize,
+        weight_bytes=decoder.bytes_per_weight,
         kv_bytes=2 * config.num_kv_heads * config.head_dim * decoder.kv_dtype.itemsize,
         facts=facts,
         limits=measure_limits(decoder.kernels, dtype=decoder.dtype, device=decoder.device),

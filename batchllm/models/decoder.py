@@ -68,12 +68,15 @@ class Decoder:
         if int8_parts:
             weights = RotatedWeights(weights, config)
 
+        num_weights = [0, 0]
+
         def load(name: str) -> torch.Tensor:
             return weights.read(name, dtype).to(device)
 
         def pack(part: str, *names: str, biases: tuple[str, ...] = ()) -> Any:
             bias = torch.cat([load(name) for name in biases]) if biases else None
             weight = load(names[0]) if len(names) == 1 else torch.cat([load(name) for name in names])
+            num_weights[part in int8_parts] += weight.numel()
             pack_linear = kernels.pack_linear_gated if part == "gate_up" else kernels.pack_linear
             return pack_linear(weight, bias, int8=part in int8_parts)
 
@@ -109,6 +112,10 @@ class Decoder:
                     down=pack("down", prefix + "down"),
                 )
             )
+
+        plain, rounded = num_weights
+        self.bytes_per_weight = (plain * dtype.itemsize + rounded) / (plain + rounded)
+        """Of the products' weights, on average: int8 ones take one."""
 
     @property
     def kv_bytes_per_token(self) -> int:
