@@ -257,12 +257,6 @@ def make_attention_case() -> MakeAttentionCase:
     return make
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "triton: needs Triton kernels to run; without a GPU it runs in their interpreter"
-    )
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The first of them waits for the child, in which each has the usual time.
     if os.environ.get("TRITON_INTERPRET") != "1":
