@@ -18,7 +18,7 @@ from batchllm.planner.plan import Plan
 Auto = Literal["auto"]
 
 CPU_SEQUENCES, GPU_SEQUENCES = 256, 1024
-CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 2048, 8192
 _MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
 """Of the memory that is free when the model is loaded, what the pool may take. A CPU's memory is shared with the system's file cache."""
 
