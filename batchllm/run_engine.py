@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,8 @@ class StageRunner:
         """What the stages reached of what this machine can do; None where they took too few steps to tell."""
         if self._decoder is None:
             return None
+        # Measuring takes memory. A pool is freed with its engine, whose parts know each other: by the collector, not before.
+        gc.collect()
         return run_roofline(
             self._work, decoder=self._decoder, metrics=self.metrics, max_step_tokens=self._max_step_tokens
         )
@@ -205,6 +208,8 @@ class StageRunner:
 
     def _engine(self, decoder: Decoder, tokenizer: Tokenizer, stage: Stage, plan: Plan) -> Engine:
         settings = self._job.engine
+        # The pool of the stage before: two do not fit.
+        gc.collect()
         config = size_engine(
             plan=plan,
             shape=kv_shape(decoder),
