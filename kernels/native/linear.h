@@ -14,8 +14,12 @@
 //   static const char* weight_tile(call, tile)
 //   static bool reads_rows(call)                            whether blocks of 16 or 32 rows need not be packed
 //   static Block rows_block(call, first_row)
-//   void multiply(block, rows, weight, in_size, num_tiles, y, ahead)   y [32, 16 * num_tiles] float32
-// and calls ahead.ask() once for each 32 inputs of two tiles.
+//   static int group_tiles(rows)                            tiles that it multiplies at once
+//   void multiply(block, rows, weight, in_size, num_tiles, y, beside)   y [32, 16 * num_tiles] float32
+//   static void settle(block, row, weight, in_size, num_tiles, y)       one row of y that multiply() left in another form
+//   static constexpr int kStepInputs
+// and calls beside.ask() or beside.step() once for each kStepInputs inputs of two tiles: step() where other units than those that it keeps busy
+// can finish the block before meanwhile.
 #pragma once
 
 #include <omp.h>
@@ -33,17 +37,6 @@ BATCHLLM_INLINE const char* plain_weight_tile(const LinearCall& call, int64_t ti
   return static_cast<const char*>(call.weight) + tile * numbers * 16 * int64_t(sizeof(T));
 }
 
-// The weights that are multiplied next, asked for a few lines at a time.
-struct WeightsAhead {
-  const char* at = nullptr;
-  const char* stop = nullptr;
-  int lines = 0;
-
-  BATCHLLM_INLINE void ask() {
-    for (int i = 0; i < lines && at < stop; ++i, at += 64) __builtin_prefetch(at, 0, 2);
-  }
-};
-
 struct Best {
   float value;
   int64_t index;
@@ -51,7 +44,7 @@ struct Best {
 
 // What becomes of y [rows, 16 * num_tiles], whose first output is 16 * tile: written, added, gated, rotated or compared.
 template <class T>
-void finish_block(const LinearCall& call, float* y, int64_t first_row, int rows, int64_t tile, int num_tiles, Best* best) {
+__attribute__((noinline)) void finish_rows(const LinearCall& call, float* y, int64_t first_row, int rows, int64_t tile, int num_tiles, Best* best) {
   const int width = 16 * num_tiles;
   const int64_t first = 16 * tile;
   if (call.bias != nullptr)
@@ -95,6 +88,60 @@ void finish_block(const LinearCall& call, float* y, int64_t first_row, int rows,
       if (value > row_best.value || index < row_best.index) row_best = {value, index};
     }
   }
+}
+
+// What goes on beside a block's products: the weights that are multiplied next are asked for, a few lines at a time, and the block before
+// is finished, a few rows at a time. Tile units and the others work at once then.
+template <class Multiplier>
+struct Beside {
+  using T = typename Multiplier::Number;
+
+  const LinearCall& call;
+  Best* best;
+  const char* at = nullptr;
+  const char* stop = nullptr;
+  int lines = 0, step_rows = 0;
+  // The block before.
+  typename Multiplier::Block block = {};
+  float* y = nullptr;
+  int64_t first_row = 0, tile = 0;
+  int num_tiles = 0, rows = 0, next = 0;
+
+  BATCHLLM_INLINE void ask() {
+    for (int i = 0; i < lines && at < stop; ++i, at += 64) __builtin_prefetch(at, 0, 2);
+  }
+
+  BATCHLLM_INLINE void step() {
+    ask();
+    if (next < rows) finish(step_rows);
+  }
+
+  void finish(int count) {
+    const int until = next + count < rows ? next + count : rows;
+    const int width = 16 * num_tiles;
+    const char* weight = Multiplier::weight_tile(call, tile);
+    for (int row = next; row < until; ++row) Multiplier::settle(block, row, weight, call.in_size, num_tiles, y + row * width);
+    finish_rows<T>(call, y + next * width, first_row + next, until - next, tile, num_tiles, best);
+    next = until;
+  }
+
+  void finish_rest() {
+    if (next < rows) finish(rows);
+  }
+
+  // From now on the block that was multiplied last is the one before. Its rows are spread over the steps of one like it.
+  void follow(const typename Multiplier::Block& last, float* last_y, int64_t row, int num_rows, int64_t last_tile, int tiles) {
+    block = last, y = last_y, first_row = row, rows = num_rows, tile = last_tile, num_tiles = tiles, next = 0;
+    const int steps = int(call.in_size / Multiplier::kStepInputs) * (tiles + 1) / 2;
+    step_rows = steps > 0 ? (num_rows + steps - 1) / steps : num_rows;
+  }
+};
+
+// Groups of tiles that pass a block of rows before the next one has its turn: a block stays in the first cache level meanwhile, and the
+// weights in the second until all blocks had them. Few blocks are done before many weights have come.
+inline int64_t panel_groups(int64_t group_bytes, int64_t num_blocks) {
+  const int64_t bytes = num_blocks < 8 ? num_blocks * (32 << 10) : 256 << 10;
+  return bytes > group_bytes ? bytes / group_bytes : 1;
 }
 
 // How a product is shared out. With enough rows each thread has a range of them to itself: what it reads was mostly written by itself, by
@@ -153,7 +200,7 @@ void run_linear(const LinearCall& call) {
   using T = typename Multiplier::Number;
   if (call.num_rows == 0) return;
   const int64_t tiles = (call.out_size + 15) / 16;
-  const int group_tiles = call.end == kRopeWriteKv ? call.rope.head_dim / 16 : 4;
+  const int group_tiles = call.end == kRopeWriteKv ? call.rope.head_dim / 16 : Multiplier::group_tiles(call.num_rows);
   const size_t block_bytes = Multiplier::block_bytes(call.in_size);
   const int threads = num_threads();
   Shares shares = share_out(call.num_rows, (tiles + group_tiles - 1) / group_tiles, block_bytes, threads);
@@ -171,13 +218,15 @@ void run_linear(const LinearCall& call) {
   const int64_t work = call.num_rows * call.in_size * call.out_size;
   // Few rows are packed by each thread for itself: that costs less than to wait for each other.
   const bool packs_alone = num_packed <= 2;
+  const int64_t group_bytes = Multiplier::weight_tile(call, group_tiles) - Multiplier::weight_tile(call, 0);
 #pragma omp parallel num_threads(threads) if (work > 1 << 17)
   {
     Multiplier multiplier;
-    const size_t y_bytes = sizeof(float) * kBlockRows * 16 * kMaxGroupTiles;
-    char* thread_memory = static_cast<char*>(scratch(kScratchThread, y_bytes + (packs_alone ? block_bytes * num_packed : 0)));
+    const size_t y_numbers = size_t(kBlockRows) * 16 * group_tiles;
+    char* thread_memory =
+        static_cast<char*>(scratch(kScratchThread, 2 * sizeof(float) * y_numbers + (packs_alone ? block_bytes * num_packed : 0)));
     float* y = reinterpret_cast<float*>(thread_memory);
-    char* thread_packed = packs_alone ? thread_memory + y_bytes : packed;
+    char* thread_packed = packs_alone ? thread_memory + 2 * sizeof(float) * y_numbers : packed;
     Best* thread_best = best + omp_get_thread_num() * call.num_rows;
     if (call.end == kArgmax)
       for (int64_t i = 0; i < call.num_rows; ++i) thread_best[i] = {-__builtin_inff(), call.out_size};
@@ -197,6 +246,8 @@ void run_linear(const LinearCall& call) {
       for (int64_t i = 0; i < num_packed; ++i) pack(i);
     }
     const int thread = omp_get_thread_num();
+    Beside<Multiplier> beside = {call, thread_best};
+    int turn = 0;
     Shares::Part part = shares.take(thread);
     while (part.range >= 0) {
       const Shares::Part next = shares.take(thread);
@@ -204,15 +255,16 @@ void run_linear(const LinearCall& call) {
       const int64_t last_block = first_block + shares.stay < shares.blocks ? first_block + shares.stay : shares.blocks;
       const int64_t first_group = part.number % shares.group_parts * shares.part_groups;
       const int64_t last_group = first_group + shares.part_groups < shares.groups ? first_group + shares.part_groups : shares.groups;
-      for (int64_t g = first_group; g < last_group; ++g) {
-        const int64_t tile = g * group_tiles;
-        const int num_tiles = int(tiles - tile < group_tiles ? tiles - tile : group_tiles);
-        WeightsAhead ahead;
-        if (g + 1 < last_group || next.range >= 0) {
-          const int64_t next_tile = g + 1 < last_group ? tile + group_tiles : next.number % shares.group_parts * shares.part_groups * group_tiles;
-          ahead.at = Multiplier::weight_tile(call, next_tile);
-          ahead.stop = Multiplier::weight_tile(call, next_tile + group_tiles < tiles ? next_tile + group_tiles : tiles);
-          ahead.lines = int((32 + last_block - first_block - 1) / (last_block - first_block));
+      const int64_t panel = panel_groups(group_bytes, last_block - first_block);
+      beside.lines = int((32 + last_block - first_block - 1) / (last_block - first_block));
+      for (int64_t panel_start = first_group; panel_start < last_group; panel_start += panel) {
+        const int64_t panel_stop = panel_start + panel < last_group ? panel_start + panel : last_group;
+        beside.at = beside.stop = nullptr;
+        if (panel_stop < last_group || next.range >= 0) {
+          const int64_t next_group = panel_stop < last_group ? panel_stop : next.number % shares.group_parts * shares.part_groups;
+          const int64_t stop = (next_group + panel) * group_tiles;
+          beside.at = Multiplier::weight_tile(call, next_group * group_tiles);
+          beside.stop = Multiplier::weight_tile(call, stop < tiles ? stop : tiles);
         }
         for (int64_t b = first_block; b < last_block; ++b) {
           const int rows = shares.rows_of(part.range, b);
@@ -222,13 +274,21 @@ void run_linear(const LinearCall& call) {
           const typename Multiplier::Block block =
               is_packed ? Multiplier::packed_block(thread_packed + (reads_rows ? 0 : part.range * shares.blocks + b) * block_bytes, call.in_size)
                         : Multiplier::rows_block(call, first_row);
-          if (call.end == kRopeWriteKv) ask_for_heads<T>(call.rope, first_row, rows, int(g));
-          multiplier.multiply(block, rows, Multiplier::weight_tile(call, tile), call.in_size, num_tiles, y, ahead);
-          finish_block<T>(call, y, first_row, rows, tile, num_tiles, thread_best);
+          for (int64_t g = panel_start; g < panel_stop; ++g) {
+            const int64_t tile = g * group_tiles;
+            const int num_tiles = int(tiles - tile < group_tiles ? tiles - tile : group_tiles);
+            if (call.end == kRopeWriteKv) ask_for_heads<T>(call.rope, first_row, rows, int(g));
+            float* to = y + turn * y_numbers;
+            turn ^= 1;
+            multiplier.multiply(block, rows, Multiplier::weight_tile(call, tile), call.in_size, num_tiles, to, beside);
+            beside.finish_rest();
+            beside.follow(block, to, first_row, rows, tile, num_tiles);
+          }
         }
       }
       part = next;
     }
+    beside.finish_rest();
     if (call.end == kArgmax) {
       const int team = omp_get_num_threads();
 #pragma omp barrier

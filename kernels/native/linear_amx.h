@@ -51,29 +51,36 @@ class TileMultiplier {
     return {rows, rows + 512 * ((in_size + 31) / 32), 64, 512};
   }
 
-  void multiply(const Block& block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y, WeightsAhead& ahead) {
+  static constexpr int kStepInputs = 32;
+  static int group_tiles(int64_t rows) { return rows > 16 ? 2 : 4; }
+
+  template <class Beside>
+  void multiply(const Block& block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y, Beside& beside) {
     const bf16* b = reinterpret_cast<const bf16*>(weight);
     const int64_t depth = (in_size + 31) / 32;
     const int stride = 16 * num_tiles;
     amx::barrier();
     int n = 0;
     if (rows > 16) {
-      for (; n + 2 <= num_tiles; n += 2) two_by_two(block, b + 512 * depth * n, depth, y + 16 * n, stride, ahead);
+      for (; n + 2 <= num_tiles; n += 2) two_by_two(block, b + 512 * depth * n, depth, y + 16 * n, stride, beside);
       if (n < num_tiles) {
-        row_of_tiles<1>(block, b + 512 * depth * n, depth, y + 16 * n, stride, ahead);
-        row_of_tiles<1>({block.lower, nullptr, block.stride, block.step}, b + 512 * depth * n, depth, y + 16 * stride + 16 * n, stride, ahead);
+        row_of_tiles<1>(block, b + 512 * depth * n, depth, y + 16 * n, stride, beside);
+        row_of_tiles<1>({block.lower, nullptr, block.stride, block.step}, b + 512 * depth * n, depth, y + 16 * stride + 16 * n, stride, beside);
       }
       amx::barrier();
       return;
     }
-    for (; n + 4 <= num_tiles; n += 4) row_of_tiles<4>(block, b + 512 * depth * n, depth, y + 16 * n, stride, ahead);
-    for (; n + 2 <= num_tiles; n += 2) row_of_tiles<2>(block, b + 512 * depth * n, depth, y + 16 * n, stride, ahead);
-    if (n < num_tiles) row_of_tiles<1>(block, b + 512 * depth * n, depth, y + 16 * n, stride, ahead);
+    for (; n + 4 <= num_tiles; n += 4) row_of_tiles<4>(block, b + 512 * depth * n, depth, y + 16 * n, stride, beside);
+    for (; n + 2 <= num_tiles; n += 2) row_of_tiles<2>(block, b + 512 * depth * n, depth, y + 16 * n, stride, beside);
+    if (n < num_tiles) row_of_tiles<1>(block, b + 512 * depth * n, depth, y + 16 * n, stride, beside);
     amx::barrier();
   }
 
+  static void settle(const Block&, int, const char*, int64_t, int, float*) {}
+
  private:
-  static void two_by_two(const Block& block, const bf16* b, int64_t depth, float* y, int stride, WeightsAhead& ahead) {
+  template <class Beside>
+  static void two_by_two(const Block& block, const bf16* b, int64_t depth, float* y, int stride, Beside& beside) {
     const bf16 *upper = block.upper, *lower = block.lower, *right = b + 512 * depth;
     _tile_zero(0);
     _tile_zero(1);
@@ -81,14 +88,14 @@ class TileMultiplier {
     _tile_zero(3);
     for (int64_t k = 0; k < depth; ++k, upper += block.step, lower += block.step, b += 512, right += 512) {
       _tile_loadd(4, upper, block.stride);
-      _tile_loadd(6, b, 64);
+      _tile_stream_loadd(6, b, 64);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, right, 64);
+      _tile_stream_loadd(7, right, 64);
       _tile_dpbf16ps(1, 4, 7);
       _tile_loadd(5, lower, block.stride);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
-      ahead.ask();
+      beside.step();
     }
     _tile_stored(0, y, stride * 4);
     _tile_stored(1, y + 16, stride * 4);
@@ -96,8 +103,8 @@ class TileMultiplier {
     _tile_stored(3, y + 16 * stride + 16, stride * 4);
   }
 
-  template <int N>
-  static void row_of_tiles(const Block& block, const bf16* b, int64_t depth, float* y, int stride, WeightsAhead& ahead) {
+  template <int N, class Beside>
+  static void row_of_tiles(const Block& block, const bf16* b, int64_t depth, float* y, int stride, Beside& beside) {
     const bf16* a = block.upper;
     const int64_t step = 512 * depth;
     _tile_zero(0);
@@ -113,14 +120,14 @@ class TileMultiplier {
       if constexpr (N > 1) {
         _tile_loadd(6, b + step, 64);
         _tile_dpbf16ps(1, 4, 6);
-        ahead.ask();
+        beside.step();
       }
       if constexpr (N > 2) {
         _tile_loadd(7, b + 2 * step, 64);
         _tile_dpbf16ps(2, 4, 7);
         _tile_loadd(5, b + 3 * step, 64);
         _tile_dpbf16ps(3, 4, 5);
-        ahead.ask();
+        beside.step();
       }
     }
     _tile_stored(0, y, stride * 4);

@@ -26,7 +26,12 @@ class Int8TileMultiplier {
     }
   }
 
-  void multiply(const char* block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y, WeightsAhead& ahead) {
+  static constexpr int kStepInputs = 64;
+  static int group_tiles(int64_t rows) { return rows > 16 ? 2 : 4; }
+
+  // y becomes int32 sums.
+  template <class Beside>
+  void multiply(const char* block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y, Beside& beside) {
     const char* a = block + kInt8ScaleBytes;
     const int64_t size = 16 * int8_padded(in_size), tile_bytes = int8_tile_bytes(in_size);
     const char* b = weight + kInt8HeaderBytes;
@@ -34,31 +39,32 @@ class Int8TileMultiplier {
     amx::barrier();
     int n = 0;
     if (rows > 16) {
-      for (; n + 2 <= num_tiles; n += 2) two_by_two(a, b + n * tile_bytes, size, y + 16 * n, stride, ahead);
+      for (; n + 2 <= num_tiles; n += 2) two_by_two(a, b + n * tile_bytes, size, y + 16 * n, stride, beside);
       if (n < num_tiles) {
-        row_of_tiles<1>(a, b + n * tile_bytes, size, y + 16 * n, stride, ahead);
-        row_of_tiles<1>(a + size, b + n * tile_bytes, size, y + 16 * stride + 16 * n, stride, ahead);
+        row_of_tiles<1>(a, b + n * tile_bytes, size, y + 16 * n, stride, beside);
+        row_of_tiles<1>(a + size, b + n * tile_bytes, size, y + 16 * stride + 16 * n, stride, beside);
       }
     } else {
-      for (; n + 4 <= num_tiles; n += 4) row_of_tiles<4>(a, b + n * tile_bytes, size, y + 16 * n, stride, ahead);
-      for (; n + 2 <= num_tiles; n += 2) row_of_tiles<2>(a, b + n * tile_bytes, size, y + 16 * n, stride, ahead);
-      if (n < num_tiles) row_of_tiles<1>(a, b + n * tile_bytes, size, y + 16 * n, stride, ahead);
+      for (; n + 4 <= num_tiles; n += 4) row_of_tiles<4>(a, b + n * tile_bytes, size, y + 16 * n, stride, beside);
+      for (; n + 2 <= num_tiles; n += 2) row_of_tiles<2>(a, b + n * tile_bytes, size, y + 16 * n, stride, beside);
+      if (n < num_tiles) row_of_tiles<1>(a, b + n * tile_bytes, size, y + 16 * n, stride, beside);
     }
     amx::barrier();
-    const float* scales = reinterpret_cast<const float*>(block);
-    for (n = 0; n < num_tiles; ++n) {
-      const __m512 channels = _mm512_loadu_ps(weight + n * tile_bytes);
-      for (int r = 0; r < rows; ++r) {
-        float* place = y + r * stride + 16 * n;
-        const __m512 sums = _mm512_cvtepi32_ps(_mm512_loadu_si512(place));
-        _mm512_storeu_ps(place, _mm512_mul_ps(_mm512_mul_ps(sums, _mm512_set1_ps(scales[r])), channels));
-      }
+  }
+
+  static void settle(const char* block, int row, const char* weight, int64_t in_size, int num_tiles, float* y) {
+    const __m512 scale = _mm512_set1_ps(reinterpret_cast<const float*>(block)[row]);
+    const int64_t tile_bytes = int8_tile_bytes(in_size);
+    for (int n = 0; n < num_tiles; ++n) {
+      const __m512 sums = _mm512_cvtepi32_ps(_mm512_loadu_si512(y + 16 * n));
+      _mm512_storeu_ps(y + 16 * n, _mm512_mul_ps(_mm512_mul_ps(sums, scale), _mm512_loadu_ps(weight + n * tile_bytes)));
     }
   }
 
  private:
   // The sums go to `y` as int32.
-  static void two_by_two(const char* a, const char* b, int64_t size, float* y, int stride, WeightsAhead& ahead) {
+  template <class Beside>
+  static void two_by_two(const char* a, const char* b, int64_t size, float* y, int stride, Beside& beside) {
     const char *lower = a + size, *right = b + kInt8HeaderBytes + size;
     _tile_zero(0);
     _tile_zero(1);
@@ -66,14 +72,14 @@ class Int8TileMultiplier {
     _tile_zero(3);
     for (int64_t k = 0; k < size; k += 1024) {
       _tile_loadd(4, a + k, 64);
-      _tile_loadd(6, b + k, 64);
+      _tile_stream_loadd(6, b + k, 64);
       _tile_dpbssd(0, 4, 6);
-      _tile_loadd(7, right + k, 64);
+      _tile_stream_loadd(7, right + k, 64);
       _tile_dpbssd(1, 4, 7);
       _tile_loadd(5, lower + k, 64);
       _tile_dpbssd(2, 5, 6);
       _tile_dpbssd(3, 5, 7);
-      ahead.ask();
+      beside.step();
     }
     _tile_stored(0, y, stride * 4);
     _tile_stored(1, y + 16, stride * 4);
@@ -81,8 +87,8 @@ class Int8TileMultiplier {
     _tile_stored(3, y + 16 * stride + 16, stride * 4);
   }
 
-  template <int N>
-  static void row_of_tiles(const char* a, const char* b, int64_t size, float* y, int stride, WeightsAhead& ahead) {
+  template <int N, class Beside>
+  static void row_of_tiles(const char* a, const char* b, int64_t size, float* y, int stride, Beside& beside) {
     const int64_t step = kInt8HeaderBytes + size;
     _tile_zero(0);
     if constexpr (N > 1) _tile_zero(1);
@@ -97,14 +103,14 @@ class Int8TileMultiplier {
       if constexpr (N > 1) {
         _tile_loadd(6, b + step + k, 64);
         _tile_dpbssd(1, 4, 6);
-        ahead.ask();
+        beside.step();
       }
       if constexpr (N > 2) {
         _tile_loadd(7, b + 2 * step + k, 64);
         _tile_dpbssd(2, 4, 7);
         _tile_loadd(5, b + 3 * step + k, 64);
         _tile_dpbssd(3, 4, 5);
-        ahead.ask();
+        beside.step();
       }
     }
     _tile_stored(0, y, stride * 4);

@@ -153,13 +153,19 @@ class Int8VectorMultiplier {
       reinterpret_cast<float*>(to)[r] = quantise_row(x + r * x_stride, in_size, row + r * int8_padded(in_size), 64);
   }
 
-  void multiply(const char* block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y, WeightsAhead&) {
+  static constexpr int kStepInputs = 64;
+  static int group_tiles(int64_t) { return 4; }
+
+  template <class Beside>
+  void multiply(const char* block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y, Beside&) {
     const int64_t tile_bytes = int8_tile_bytes(in_size);
     int n = 0;
     for (; n + kInt8TileOutputs <= num_tiles; n += kInt8TileOutputs)
       columns<kInt8TileOutputs>(block, rows, weight + n * tile_bytes, in_size, y + 16 * n, 16 * num_tiles);
     for (; n < num_tiles; ++n) columns<1>(block, rows, weight + n * tile_bytes, in_size, y + 16 * n, 16 * num_tiles);
   }
+
+  static void settle(const char*, int, const char*, int64_t, int, float*) {}
 
  private:
   template <int N>

@@ -31,7 +31,11 @@ class VectorMultiplier {
   static Block rows_block(const LinearCall&, int64_t) { return nullptr; }
   static Block packed_block(const char* packed, int64_t) { return packed; }
 
-  void multiply(Block block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y, WeightsAhead&) {
+  static constexpr int kStepInputs = 32;
+  static int group_tiles(int64_t) { return 4; }
+
+  template <class Beside>
+  void multiply(Block block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y, Beside&) {
     const float* x = reinterpret_cast<const float*>(block);
     const T* w = reinterpret_cast<const T*>(weight);
     const int64_t tile_numbers = 16 * (sizeof(T) == 2 ? padded(in_size) : in_size);
@@ -39,6 +43,8 @@ class VectorMultiplier {
     for (; tile + kTiles <= num_tiles; tile += kTiles) columns<kTiles>(x, rows, w + tile * tile_numbers, tile_numbers, in_size, y + 16 * tile, 16 * num_tiles);
     for (; tile < num_tiles; ++tile) columns<1>(x, rows, w + tile * tile_numbers, tile_numbers, in_size, y + 16 * tile, 16 * num_tiles);
   }
+
+  static void settle(Block, int, const char*, int64_t, int, float*) {}
 
  private:
 #if defined(__AVX512F__)
