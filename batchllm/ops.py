@@ -10,7 +10,18 @@ from typing import Any, Protocol
 import torch
 
 from batchllm.errors import JobError
-from batchllm.kernels import activation, attention, attention_triton, blocks, launch, linear, norm, rope, sampling
+from batchllm.kernels import (
+    activation,
+    attention,
+    attention_triton,
+    blocks,
+    feed_forward,
+    launch,
+    linear,
+    norm,
+    rope,
+    sampling,
+)
 from batchllm.kernels.attention import AttentionPlan, HeadShape
 from batchllm.kernels.floats import FP8_DTYPE
 from batchllm.kernels.native import library as native_library
@@ -74,6 +85,12 @@ class LinearRopeWriteKv(Protocol):
     ) -> torch.Tensor: ...
 
 
+class FeedForward(Protocol):
+    def __call__(
+        self, residual: torch.Tensor, norm_weight: torch.Tensor, gate_up: Any, down: Any, *, eps: float
+    ) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """One backend's operations. Signatures and meaning: the reference functions in `kernels/`.
@@ -95,6 +112,7 @@ class Kernels:
     pack_linear_gated: PackLinear
     linear_silu_mul: Callable[[torch.Tensor, Any], torch.Tensor]
     linear_rope_write_kv: LinearRopeWriteKv
+    feed_forward: FeedForward
     gather_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     scatter_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -117,6 +135,7 @@ REFERENCE = Kernels(
     pack_linear_gated=linear.pack_linear_gated,
     linear_silu_mul=linear.linear_silu_mul,
     linear_rope_write_kv=linear.linear_rope_write_kv,
+    feed_forward=feed_forward.feed_forward,
     gather_blocks=blocks.gather_blocks,
     scatter_blocks=blocks.scatter_blocks,
     copy_blocks=blocks.copy_blocks,
@@ -138,6 +157,7 @@ TRITON = Kernels(
     pack_linear_gated=linear.pack_linear_gated,
     linear_silu_mul=linear.linear_silu_mul_triton,
     linear_rope_write_kv=linear.linear_rope_write_kv_triton,
+    feed_forward=feed_forward.feed_forward_triton,
     gather_blocks=blocks.gather_blocks_triton,
     scatter_blocks=blocks.scatter_blocks_triton,
     copy_blocks=blocks.copy_blocks_triton,
@@ -166,6 +186,7 @@ def native_kernels() -> Kernels | str:
         pack_linear_gated=native.pack_linear_gated,
         linear_silu_mul=native.linear_silu_mul,
         linear_rope_write_kv=native.linear_rope_write_kv,
+        feed_forward=native.feed_forward,
         gather_blocks=native.gather_blocks,
         scatter_blocks=native.scatter_blocks,
         copy_blocks=native.copy_blocks,

@@ -290,8 +290,7 @@ def measure_step(kernels: ops.Kernels, *, num_sequences: int, context: int, pass
             rotated = kernels.linear_rope_write_kv(normed, layer.qkv, cos_sin, pool, layer=number, **rope)
             attended = kernels.attention(rotated, pool, layer=number, plan=plan, scale=HEAD_DIM**-0.5)
             kernels.linear_add(attended.view(num_sequences, -1), layer.o, hidden)
-            normed = kernels.rms_norm(hidden, layer.norms[1], eps=1e-5)
-            kernels.linear_add(kernels.linear_silu_mul(normed, layer.gate_up), layer.down, hidden)
+            kernels.feed_forward(hidden, layer.norms[1], layer.gate_up, layer.down, eps=1e-5)
         kernels.linear_argmax(kernels.rms_norm(hidden, layers[0].norms[0], eps=1e-5), vocabulary)
 
     def products() -> None:

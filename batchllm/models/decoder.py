@@ -1,7 +1,7 @@
 """The decoder of the Llama family over paged KV: one forward pass for any mix of prefill and decode rows.
 
-Per layer: RMSNorm, fused QKV, RoPE with KV write, attention over the plan's work items, output projection; RMSNorm,
-fused gate-up, SiLU product, down projection. The residual stream is one tensor that both projections add into. All operations
+Per layer: RMSNorm, fused QKV, RoPE with KV write, attention over the plan's work items, output projection; the feed-forward
+part. The residual stream is one tensor that both projections add into. All operations
 come from one `Kernels`.
 """
 
@@ -163,8 +163,7 @@ class Decoder:
             if number == last:
                 attended, residual = attended[sample_rows], residual[sample_rows]
             kernels.linear_add(attended, layer.output, residual)
-            hidden = kernels.rms_norm(residual, layer.mlp_norm, eps=eps)
-            kernels.linear_add(kernels.linear_silu_mul(hidden, layer.gate_up), layer.down, residual)
+            kernels.feed_forward(residual, layer.mlp_norm, layer.gate_up, layer.down, eps=eps)
         return kernels.rms_norm(residual, self._final_norm, eps=eps)
 
     @torch.no_grad()

@@ -134,15 +134,27 @@ EXPORT void batchllm_rope_write_kv(const void* qkv, void* query, int64_t num_row
 
 EXPORT void batchllm_linear(const void* x, const void* weight, const float* bias, void* out, int64_t num_rows, int64_t in_size,
                             int64_t out_size, int64_t x_stride, int32_t data_type, int32_t weight_type, int32_t end) {
-  run_linear({x, weight, bias, out, num_rows, in_size, out_size, x_stride, data_type, weight_type, end, {}});
+  run_linear({x, weight, bias, out, num_rows, in_size, out_size, x_stride, end == kSiluMul ? out_size / 2 : out_size, data_type, weight_type, end, {}});
 }
 
 EXPORT void batchllm_linear_rope_write_kv(const void* x, const void* weight, const float* bias, void* query, int64_t num_rows,
                                           int64_t in_size, int64_t out_size, int64_t x_stride, int32_t data_type, int32_t weight_type,
                                           const float* cos_sin, const int32_t* positions, const int64_t* slots, void* kv, int64_t block_stride,
                                           int32_t num_heads, int32_t num_kv_heads, int32_t head_dim, int32_t block_size) {
-  run_linear({x, weight, bias, query, num_rows, in_size, out_size, x_stride, data_type, weight_type, kRopeWriteKv,
+  run_linear({x, weight, bias, query, num_rows, in_size, out_size, x_stride, out_size, data_type, weight_type, kRopeWriteKv,
               {cos_sin, positions, slots, kv, block_stride, num_heads, num_kv_heads, head_dim, block_size}});
+}
+
+// Weights of the rows' own type.
+EXPORT void batchllm_feed_forward(void* residual, const void* norm_weight, float eps, const void* gate_up, const float* gate_up_bias,
+                                  const void* down, const float* down_bias, int64_t num_rows, int64_t size, int64_t gated_size,
+                                  int32_t data_type) {
+  if (num_rows == 0) return;
+  table().feed_forward({residual,
+                        norm_weight,
+                        eps,
+                        {nullptr, gate_up, gate_up_bias, nullptr, num_rows, size, 2 * gated_size, 0, 0, data_type, data_type, kSiluMul, {}},
+                        {nullptr, down, down_bias, nullptr, num_rows, gated_size, size, 0, 0, data_type, data_type, kAdd, {}}});
 }
 
 EXPORT void batchllm_copy_blocks(void* to, int64_t to_stride, const int64_t* to_ids, const void* from, int64_t from_stride,

@@ -43,6 +43,10 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "rope_write_kv": ((c_void_p, c_void_p, c_int64, c_int32, *_ROPE), None),
     "linear": ((*_LINEAR, c_int32), None),
     "linear_rope_write_kv": ((*_LINEAR, *_ROPE), None),
+    "feed_forward": (
+        (c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32),
+        None,
+    ),
     "copy_blocks": ((c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64), None),
     "dequantise": ((c_void_p, c_void_p, c_int64, c_int32, c_int32), None),
     "copy_checksum": ((c_void_p, c_void_p, c_int64), c_uint64),
@@ -63,6 +67,7 @@ class Library:
     rope_write_kv: Any
     linear: Any
     linear_rope_write_kv: Any
+    feed_forward: Any
     copy_blocks: Any
     copy_checksum: Any
     dequantise: Any

@@ -55,14 +55,14 @@ __attribute__((noinline)) void finish_rows(const LinearCall& call, float* y, int
     const float* from = y + r * width;
     const int64_t row = first_row + r;
     if (call.end == kStore) {
-      T* to = static_cast<T*>(call.out) + row * call.out_size + first;
+      T* to = static_cast<T*>(call.out) + row * call.out_stride + first;
       if (count == width) {
         for (int i = 0; i < width; i += 16) store(to + i, load(from + i));
       } else {
         copy_numbers(from, to, count);
       }
     } else if (call.end == kAdd) {
-      T* to = static_cast<T*>(call.out) + row * call.out_size + first;
+      T* to = static_cast<T*>(call.out) + row * call.out_stride + first;
       if (count == width) {
         for (int i = 0; i < width; i += 16) store(to + i, load(to + i) + load(from + i));
       } else {
@@ -71,7 +71,7 @@ __attribute__((noinline)) void finish_rows(const LinearCall& call, float* y, int
     } else if (call.end == kStoreFloat) {
       std::memcpy(static_cast<float*>(call.out) + row * call.out_size + first, from, sizeof(float) * size_t(count));
     } else if (call.end == kSiluMul) {
-      T* to = static_cast<T*>(call.out) + row * (call.out_size / 2) + first / 2;
+      T* to = static_cast<T*>(call.out) + row * call.out_stride + first / 2;
       for (int i = 0; i < width; i += 32) store(to + i / 2, silu(load(from + i)) * load(from + i + 16));
     } else if (call.end == kRopeWriteKv) {
       place_head(from, static_cast<T*>(call.out), row, int(first / width), call.rope);
@@ -195,12 +195,69 @@ inline Shares share_out(int64_t num_rows, int64_t groups, size_t block_bytes, in
   return shares;
 }
 
+// One thread at a product: blocks of rows times groups of tiles.
+template <class Multiplier>
+struct Work {
+  using Block = typename Multiplier::Block;
+
+  const LinearCall& call;
+  Multiplier& multiplier;
+  float* y;  // [2, y_numbers(group_tiles)]: the block that is multiplied and the one before
+  int group_tiles;
+  Beside<Multiplier> beside;
+  int turn = 0;
+
+  static int group_tiles_of(const LinearCall& call) {
+    return call.end == kRopeWriteKv ? call.rope.head_dim / 16 : Multiplier::group_tiles(call.num_rows);
+  }
+  static size_t y_numbers(int group_tiles) { return size_t(kBlockRows) * 16 * group_tiles; }
+
+  Work(const LinearCall& call, Multiplier& multiplier, float* y, Best* best)
+      : call(call), multiplier(multiplier), y(y), group_tiles(group_tiles_of(call)), beside{call, best} {}
+
+  const char* weight(int64_t group) const {
+    const int64_t tiles = (call.out_size + 15) / 16, tile = group * group_tiles;
+    return Multiplier::weight_tile(call, tile < tiles ? tile : tiles);
+  }
+
+  // Groups [first, last) for blocks [first_block, last_block). block_at(b, &first_row, &rows) says where block b is; one of no rows ends
+  // them. [next, next_stop): weights that are wanted afterwards.
+  template <class BlockAt>
+  void multiply(int64_t first, int64_t last, int64_t first_block, int64_t last_block, const BlockAt& block_at, const char* next,
+                const char* next_stop) {
+    const int64_t num_blocks = last_block - first_block, tiles = (call.out_size + 15) / 16;
+    const int64_t panel = panel_groups(weight(1) - weight(0), num_blocks);
+    beside.lines = int((32 + num_blocks - 1) / num_blocks);
+    for (int64_t start = first; start < last; start += panel) {
+      const int64_t stop = start + panel < last ? start + panel : last;
+      beside.at = stop < last ? weight(stop) : next;
+      beside.stop = stop < last ? weight(stop + panel < last ? stop + panel : last) : next_stop;
+      for (int64_t b = first_block; b < last_block; ++b) {
+        int64_t first_row = 0;
+        int rows = 0;
+        const Block block = block_at(b, &first_row, &rows);
+        if (rows <= 0) break;
+        for (int64_t group = start; group < stop; ++group) {
+          const int64_t tile = group * group_tiles;
+          const int num_tiles = int(tiles - tile < group_tiles ? tiles - tile : group_tiles);
+          if (call.end == kRopeWriteKv) ask_for_heads<typename Multiplier::Number>(call.rope, first_row, rows, int(group));
+          float* to = y + turn * y_numbers(group_tiles);
+          turn ^= 1;
+          multiplier.multiply(block, rows, weight(group), call.in_size, num_tiles, to, beside);
+          beside.finish_rest();
+          beside.follow(block, to, first_row, rows, tile, num_tiles);
+        }
+      }
+    }
+  }
+};
+
 template <class Multiplier>
 void run_linear(const LinearCall& call) {
   using T = typename Multiplier::Number;
   if (call.num_rows == 0) return;
   const int64_t tiles = (call.out_size + 15) / 16;
-  const int group_tiles = call.end == kRopeWriteKv ? call.rope.head_dim / 16 : Multiplier::group_tiles(call.num_rows);
+  const int group_tiles = Work<Multiplier>::group_tiles_of(call);
   const size_t block_bytes = Multiplier::block_bytes(call.in_size);
   const int threads = num_threads();
   Shares shares = share_out(call.num_rows, (tiles + group_tiles - 1) / group_tiles, block_bytes, threads);
@@ -215,18 +272,15 @@ void run_linear(const LinearCall& call) {
   std::memset(shares.taken, 0, taken_bytes);
   Best* best = reinterpret_cast<Best*>(memory + block_bytes * num_packed + taken_bytes);
 
-  const int64_t work = call.num_rows * call.in_size * call.out_size;
+  const int64_t num_products = call.num_rows * call.in_size * call.out_size;
   // Few rows are packed by each thread for itself: that costs less than to wait for each other.
   const bool packs_alone = num_packed <= 2;
-  const int64_t group_bytes = Multiplier::weight_tile(call, group_tiles) - Multiplier::weight_tile(call, 0);
-#pragma omp parallel num_threads(threads) if (work > 1 << 17)
+#pragma omp parallel num_threads(threads) if (num_products > 1 << 17)
   {
     Multiplier multiplier;
-    const size_t y_numbers = size_t(kBlockRows) * 16 * group_tiles;
-    char* thread_memory =
-        static_cast<char*>(scratch(kScratchThread, 2 * sizeof(float) * y_numbers + (packs_alone ? block_bytes * num_packed : 0)));
-    float* y = reinterpret_cast<float*>(thread_memory);
-    char* thread_packed = packs_alone ? thread_memory + 2 * sizeof(float) * y_numbers : packed;
+    const size_t y_bytes = 2 * sizeof(float) * Work<Multiplier>::y_numbers(group_tiles);
+    char* thread_memory = static_cast<char*>(scratch(kScratchThread, y_bytes + (packs_alone ? block_bytes * num_packed : 0)));
+    char* thread_packed = packs_alone ? thread_memory + y_bytes : packed;
     Best* thread_best = best + omp_get_thread_num() * call.num_rows;
     if (call.end == kArgmax)
       for (int64_t i = 0; i < call.num_rows; ++i) thread_best[i] = {-__builtin_inff(), call.out_size};
@@ -246,8 +300,7 @@ void run_linear(const LinearCall& call) {
       for (int64_t i = 0; i < num_packed; ++i) pack(i);
     }
     const int thread = omp_get_thread_num();
-    Beside<Multiplier> beside = {call, thread_best};
-    int turn = 0;
+    Work<Multiplier> work(call, multiplier, reinterpret_cast<float*>(thread_memory), thread_best);
     Shares::Part part = shares.take(thread);
     while (part.range >= 0) {
       const Shares::Part next = shares.take(thread);
@@ -255,40 +308,20 @@ void run_linear(const LinearCall& call) {
       const int64_t last_block = first_block + shares.stay < shares.blocks ? first_block + shares.stay : shares.blocks;
       const int64_t first_group = part.number % shares.group_parts * shares.part_groups;
       const int64_t last_group = first_group + shares.part_groups < shares.groups ? first_group + shares.part_groups : shares.groups;
-      const int64_t panel = panel_groups(group_bytes, last_block - first_block);
-      beside.lines = int((32 + last_block - first_block - 1) / (last_block - first_block));
-      for (int64_t panel_start = first_group; panel_start < last_group; panel_start += panel) {
-        const int64_t panel_stop = panel_start + panel < last_group ? panel_start + panel : last_group;
-        beside.at = beside.stop = nullptr;
-        if (panel_stop < last_group || next.range >= 0) {
-          const int64_t next_group = panel_stop < last_group ? panel_stop : next.number % shares.group_parts * shares.part_groups;
-          const int64_t stop = (next_group + panel) * group_tiles;
-          beside.at = Multiplier::weight_tile(call, next_group * group_tiles);
-          beside.stop = Multiplier::weight_tile(call, stop < tiles ? stop : tiles);
-        }
-        for (int64_t b = first_block; b < last_block; ++b) {
-          const int rows = shares.rows_of(part.range, b);
-          if (rows <= 0) break;
-          const int64_t first_row = shares.first_row(part.range, b);
-          const bool is_packed = !reads_rows || rows % 16 != 0;
-          const typename Multiplier::Block block =
-              is_packed ? Multiplier::packed_block(thread_packed + (reads_rows ? 0 : part.range * shares.blocks + b) * block_bytes, call.in_size)
-                        : Multiplier::rows_block(call, first_row);
-          for (int64_t g = panel_start; g < panel_stop; ++g) {
-            const int64_t tile = g * group_tiles;
-            const int num_tiles = int(tiles - tile < group_tiles ? tiles - tile : group_tiles);
-            if (call.end == kRopeWriteKv) ask_for_heads<T>(call.rope, first_row, rows, int(g));
-            float* to = y + turn * y_numbers;
-            turn ^= 1;
-            multiplier.multiply(block, rows, Multiplier::weight_tile(call, tile), call.in_size, num_tiles, to, beside);
-            beside.finish_rest();
-            beside.follow(block, to, first_row, rows, tile, num_tiles);
-          }
-        }
-      }
+      const int64_t next_group = next.number % shares.group_parts * shares.part_groups;
+      const int64_t panel = panel_groups(work.weight(1) - work.weight(0), last_block - first_block);
+      const bool has_next = next.range >= 0;
+      const auto block_at = [&](int64_t b, int64_t* first_row, int* rows) -> typename Multiplier::Block {
+        *rows = shares.rows_of(part.range, b);
+        *first_row = shares.first_row(part.range, b);
+        if (reads_rows && *rows % 16 == 0) return Multiplier::rows_block(call, *first_row);
+        return Multiplier::packed_block(thread_packed + (reads_rows ? 0 : part.range * shares.blocks + b) * block_bytes, call.in_size);
+      };
+      work.multiply(first_group, last_group, first_block, last_block, block_at, has_next ? work.weight(next_group) : nullptr,
+                    has_next ? work.weight(next_group + panel) : nullptr);
       part = next;
     }
-    beside.finish_rest();
+    work.beside.finish_rest();
     if (call.end == kArgmax) {
       const int team = omp_get_num_threads();
 #pragma omp barrier

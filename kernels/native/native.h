@@ -72,15 +72,24 @@ struct LinearCall {
   const float* bias;  // [out_size] in the packed order, or null
   void* out;
   int64_t num_rows, in_size, out_size;
-  int64_t x_stride;  // elements between rows
+  int64_t x_stride, out_stride;  // elements between rows; out_stride: of the ends that write whole rows of T
   int32_t data_type, weight_type, end;  // weight_type: data_type, or kInt8
   RopeTarget rope;
+};
+
+// residual += down(silu(gate) * up) of the normed rows of `residual` [num_rows, gate_up.in_size]. The two products' x and out are left out.
+struct FeedForwardCall {
+  void* residual;
+  const void* norm_weight;
+  float eps;
+  LinearCall gate_up, down;
 };
 
 struct PathTable {
   void (*attention)(const AttentionCall&);
   void (*linear)(const LinearCall&);
   void (*linear_int8)(const LinearCall&);
+  void (*feed_forward)(const FeedForwardCall&);
   void (*rms_norm)(const void* x, const void* weight, void* residual, void* out, int64_t num_rows, int64_t size, float eps,
                    int32_t data_type);
   void (*silu_mul)(const void* gate_up, void* out, int64_t num_rows, int64_t size, int32_t data_type);
@@ -97,7 +106,7 @@ void linear_int8_avx2_vnni(const LinearCall& call);
 void linear_int8_avx512_vnni(const LinearCall& call);
 
 // 64-byte aligned memory of the calling thread that lives until the thread ends; one use a slot. Aborts when there is none left.
-enum ScratchSlot { kScratchUnits, kScratchCall, kScratchPartials, kScratchThread, kNumScratchSlots };
+enum ScratchSlot { kScratchUnits, kScratchCall, kScratchPartials, kScratchThread, kScratchFeedForward, kNumScratchSlots };
 void* scratch(ScratchSlot slot, size_t num_bytes);
 
 // Copies `num_bytes`, more than 240, and returns their XXH3 of 64 bits. On the calling thread alone.

@@ -301,6 +301,36 @@ def linear_silu_mul(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
     return _run_linear(x, packed, x.new_empty(x.shape[0], packed.out_size // 2), _SILU_MUL)
 
 
+def feed_forward(
+    residual: torch.Tensor, norm_weight: torch.Tensor, gate_up: NativeLinear, down: NativeLinear, *, eps: float
+) -> None:
+    if not gate_up.gated or torch.int8 in (gate_up.weight.dtype, down.weight.dtype):
+        linear_add(linear_silu_mul(rms_norm(residual, norm_weight, eps=eps), gate_up), down, residual)
+        return
+    _require_contiguous(residual=residual, norm_weight=norm_weight)
+    num_rows, size = residual.shape
+    if norm_weight.shape != (size,) or (gate_up.in_size, gate_up.out_size) != (size, 2 * down.in_size):
+        raise ValueError(
+            f"residual {tuple(residual.shape)}, norm_weight {tuple(norm_weight.shape)} and gate_up {gate_up.in_size} to "
+            f"{gate_up.out_size} do not fit down of {down.in_size} inputs"
+        )
+    if down.out_size != size:
+        raise ValueError(f"down must have {size} outputs, has {down.out_size}")
+    _library().feed_forward(
+        residual.data_ptr(),
+        norm_weight.data_ptr(),
+        eps,
+        gate_up.weight.data_ptr(),
+        None if gate_up.bias is None else gate_up.bias.data_ptr(),
+        down.weight.data_ptr(),
+        None if down.bias is None else down.bias.data_ptr(),
+        num_rows,
+        size,
+        down.in_size,
+        _data_type(residual, norm_weight, gate_up.weight, down.weight),
+    )
+
+
 def linear_rope_write_kv(
     x: torch.Tensor,
     packed: NativeLinear,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_vector.h"
+#include "feed_forward.h"
 #include "linear_int8_vector.h"
 #include "linear_vector.h"
 
@@ -16,6 +17,11 @@ inline void attention(const AttentionCall& call) {
 inline void linear(const LinearCall& call) {
   if (call.data_type == kBFloat16) return run_linear<VectorMultiplier<bf16>>(call);
   run_linear<VectorMultiplier<float>>(call);
+}
+
+inline void feed_forward(const FeedForwardCall& call) {
+  if (call.gate_up.data_type == kBFloat16) return run_feed_forward<VectorMultiplier<bf16>>(call);
+  run_feed_forward<VectorMultiplier<float>>(call);
 }
 
 inline void linear_int8(const LinearCall& call) { linear_int8_by_type<Int8VectorMultiplier>(call); }

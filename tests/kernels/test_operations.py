@@ -127,6 +127,42 @@ def test_linear_silu_mul_gates_the_two_halves_of_the_product(kernels, dtype, ass
     assert_near(result / 4, gate * gate.sigmoid() * up / 4)
 
 
+@pytest.mark.parametrize("num_rows", [1, 33, 700])
+@pytest.mark.parametrize(("size", "gated_size"), [(64, 512), (70, 48), (96, 50)])
+def test_feed_forward_adds_the_gated_product_of_the_normed_rows(
+    kernels, dtype, assert_near, size, gated_size, num_rows
+):
+    residual, norm_weight = torch.randn(num_rows, size).to(dtype), torch.rand(size).to(dtype)
+    up = (torch.randn(2 * gated_size, size) / size**0.5).to(dtype)
+    down = (torch.randn(size, gated_size) / gated_size**0.5).to(dtype)
+    bias = torch.randn(2 * gated_size).to(dtype)
+    wide = residual.double()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * norm_weight.double()
+    gate, gated = (normed @ up.double().T + bias.double()).chunk(2, dim=-1)
+    truth = wide + (gate * gate.sigmoid() * gated) @ down.double().T
+    kernels.feed_forward(
+        residual, norm_weight, kernels.pack_linear_gated(up, bias), kernels.pack_linear(down), eps=1e-5
+    )
+    assert_near(residual / 4, truth / 4)
+
+
+def test_a_feed_forward_row_has_the_same_bits_whatever_the_number_of_rows(kernels, dtype):
+    if kernels.name != "native":
+        pytest.skip("torch's product, and the tiles on a GPU, change with the number of rows")
+    rows, norm_weight = torch.randn(900, 576).to(dtype), torch.rand(576).to(dtype)
+    gate_up = kernels.pack_linear_gated((torch.randn(1024, 576) / 8).to(dtype))
+    down = kernels.pack_linear((torch.randn(576, 512) / 8).to(dtype))
+
+    def result(start, stop):
+        residual = rows[start:stop].clone()
+        kernels.feed_forward(residual, norm_weight, gate_up, down, eps=1e-5)
+        return residual
+
+    whole = result(0, 900)
+    for start, stop in [(0, 1), (899, 900), (5, 37), (100, 116), (20, 320), (0, 640), (300, 900)]:
+        assert torch.equal(result(start, stop), whole[start:stop])
+
+
 @pytest.mark.parametrize("head_dim", [8, *HEAD_DIMS])
 def test_linear_rope_write_kv_is_the_turned_product(kernels, dtype, assert_near, head_dim):
     num_rows, num_heads, num_kv_heads, in_size = 35, 3, 1, 64
