@@ -28,13 +28,13 @@ _LAYERS_BYTES = 256 << 20
 _PREFILL_LAYERS = 4
 _BLOCK_SIZE = 16
 _TILE_SIZE = 1 << 16
-_REPEATS, _ENOUGH_S = 5, 0.1
-"""The middle one of five passes, or of fewer where they take long: a run does not have the machine's best moments either."""
+_REPEATS, _ENOUGH_S = 3, 0.1
+"""The middle one of three passes, or of fewer where they take long: a run does not have the machine's best moments either."""
 
 _PROMPT, _LONG_PROMPT = 256, 2048
 """Tokens of the prompts in a step of prompt rows, and of one whose attention shows in its time."""
 
-_READERS, _READ_CONTEXT = 24, 256
+_READERS, _READ_CONTEXT = 16, 256
 """Sequences that read as much each, no block twice."""
 
 _SHARERS, _SHARED_CONTEXT = 64, 512
