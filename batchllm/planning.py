@@ -36,7 +36,7 @@ from batchllm.planner.explanation import Explanation
 from batchllm.planner.plan import Plan, make_plan
 from batchllm.planner.rates import ObservedRates
 from batchllm.planning_stages import AssumedCompletions, StagedPlan, num_restorable
-from batchllm.run_record import EngineFacts, device_for, dtype_name, existing_folder, last_rates
+from batchllm.run_record import EngineFacts, device_for, dtype_name, existing_folder, expected_share, last_rates
 from batchllm.run_stages import RunStages, Stage
 from batchllm.storage.cost import measure_copy, measure_disk
 from batchllm.storage.errors import StorageError
@@ -151,7 +151,10 @@ class Planner:
         load = StepLoad(max_sequences=facts.config.max_sequences, max_tokens=facts.config.max_step_tokens)
         rates, rates_from = self.rates(load)
         explanation = facts.explain(
-            plan, stage.staging.store, decode_text=tokenizer.decode, expected_share=rates.share_of(stage.name)
+            plan,
+            stage.staging.store,
+            decode_text=tokenizer.decode,
+            expected_share=expected_share(stage.job, rates, stage=stage.name, tokenizer=tokenizer),
         )
         explanation = explanation.with_rates(rates.with_tiers(self._tiers(plan, facts)))
         advice = self._advice(plan, explanation, facts)

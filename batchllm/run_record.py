@@ -19,6 +19,7 @@ from batchllm.engine.pool import KvShape
 from batchllm.errors import JobError
 from batchllm.job import Job
 from batchllm.kernels import attention
+from batchllm.models.tokenizer import Tokenizer
 from batchllm.planner.explain import EngineLimits, ModelFacts, explain
 from batchllm.planner.explanation import Explanation
 from batchllm.planner.plan import Plan
@@ -168,6 +169,18 @@ class GeneratedShare:
         max_tokens = self._store.sampling[int(self._store.sampling_id[place])].max_tokens
         self.allowed_tokens += max(1, min(max_tokens, self._max_context - completion.prompt_tokens))
         self.generated_tokens += len(completion.token_ids)
+
+
+def expected_share(job: Job, rates: ObservedRates | None, *, stage: str | None, tokenizer: Tokenizer) -> float:
+    """The share of the tokens they may generate that the rows of a stage are expected to: what a run showed, or what the job says.
+
+    Before a run all of them are, but where a completion is one of a few labels, as many as these have on average.
+    """
+    share = rates.share_of(stage) if rates is not None else None
+    labels, most = job.output.choice, job.sampling.max_tokens
+    if share is not None or not isinstance(labels, tuple) or not isinstance(most, int):
+        return 1.0 if share is None else share
+    return min(1.0, float(np.mean([ids.size for ids in tokenizer.encode_batch(list(labels))])) / most)
 
 
 def rates_record(

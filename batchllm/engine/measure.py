@@ -87,7 +87,7 @@ def measure_rates(
     load: StepLoad,
     int8_parts: frozenset[str] = frozenset(),
 ) -> ObservedRates:
-    """Times a few forward passes (a second or two on a CPU). `generated_share` is 1: nothing is known of the rows yet."""
+    """Times a few forward passes (a second or two on a CPU). Nothing is known of `generated_share` then."""
     layer_bytes = dtype.itemsize * sum(
         int(np.prod(shape))
         for name, shape in canonical_shapes(replace(config, num_layers=1)).items()
@@ -132,7 +132,7 @@ def measure_rates(
         kv_read_bytes_per_s=kv_bytes / max(read_s, 1e-15),
         kv_spared_bytes_per_s=kv_bytes / max(spared_s, 1e-15),
         kv_first_write_bytes_per_s=bench.first_write_bytes_per_s,
-        generated_share=1.0,
+        generated_share=None,
     )
 
 

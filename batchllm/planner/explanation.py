@@ -136,7 +136,9 @@ def _prompts(explanation: Explanation) -> list[str]:
         f"  may generate     {explanation.decode_tokens:,} tokens",
     ]
     if explanation.expected_decode_tokens != explanation.decode_tokens:
-        lines.append(f"  expected         {explanation.expected_decode_tokens:,} tokens, going by the last run")
+        lines.append(
+            f"  expected         {explanation.expected_decode_tokens:,} tokens, going by the last run or the labels"
+        )
     most = max((bar.num_prompts for bar in explanation.histogram), default=0)
     for bar in explanation.histogram:
         drawn = "#" * -(-bar.num_prompts * BAR_CHARACTERS // most)

@@ -22,7 +22,8 @@ _NO_COST = 1e-15
 
 @dataclass(frozen=True, slots=True)
 class ObservedRates:
-    """What a run or a measurement showed: rates as in `Rates`, and `generated_share` of the tokens that finished rows might have generated.
+    """What a run or a measurement showed: rates as in `Rates`, and `generated_share` of the tokens that finished rows might have generated,
+    None where no row has been run.
 
     `stage_shares`: the same for each stage by its name, in a job that has stages.
     """
@@ -33,10 +34,10 @@ class ObservedRates:
     kv_read_bytes_per_s: float
     kv_spared_bytes_per_s: float
     kv_first_write_bytes_per_s: float
-    generated_share: float
+    generated_share: float | None
     stage_shares: tuple[tuple[str, float], ...] = ()
 
-    def share_of(self, stage: str | None) -> float:
+    def share_of(self, stage: str | None) -> float | None:
         """`generated_share` of one stage; None: of the job."""
         return dict(self.stage_shares).get(stage or "", self.generated_share)
 
