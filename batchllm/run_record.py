@@ -174,13 +174,13 @@ class GeneratedShare:
 def expected_share(job: Job, rates: ObservedRates | None, *, stage: str | None, tokenizer: Tokenizer) -> float:
     """The share of the tokens they may generate that the rows of a stage are expected to: what a run showed, or what the job says.
 
-    Before a run all of them are, but where a completion is one of a few labels, as many as these have on average.
+    Before a run all of them are, but where a completion is one of a few labels, as many as the longest of these has.
     """
     share = rates.share_of(stage) if rates is not None else None
     labels, most = job.output.choice, job.sampling.max_tokens
     if share is not None or not isinstance(labels, tuple) or not isinstance(most, int):
         return 1.0 if share is None else share
-    return min(1.0, float(np.mean([ids.size for ids in tokenizer.encode_batch(list(labels))])) / most)
+    return min(1.0, max(ids.size for ids in tokenizer.encode_batch(list(labels))) / most)
 
 
 def rates_record(
