@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from batchllm.data.inputs import Input, open_input
 from batchllm.data.prompts import RowError, Staging, stage_prompts
 from batchllm.data.rendering import History
 from batchllm.data.reordering import reorderings
-from batchllm.engine.measure import measure_rates
+from batchllm.engine.measure import StepLoad, measure_rates
 from batchllm.engine.pool import KvShape
 from batchllm.engine.sizing import most_blocks, size_engine
 from batchllm.engine.tier_setup import disk_slots, host_slots
@@ -36,7 +36,7 @@ from batchllm.planner.explanation import Explanation
 from batchllm.planner.plan import Plan, make_plan
 from batchllm.planner.rates import ObservedRates
 from batchllm.planning_stages import AssumedCompletions, StagedPlan, num_restorable
-from batchllm.run_record import EngineFacts, device_for, dtype_name, existing_folder, last_rates
+from batchllm.run_record import EngineFacts, device_for, dtype_name, existing_folder, expected_share, last_rates
 from batchllm.run_stages import RunStages, Stage
 from batchllm.storage.cost import measure_copy, measure_disk
 from batchllm.storage.errors import StorageError
@@ -89,20 +89,20 @@ class Planner:
     def __init__(self, job: Job, *, note: Callable[[str], None]) -> None:
         self._job = job
         self._note = note
-        self._rates: dict[int, tuple[ObservedRates, str]] = {}
+        self._rates: dict[StepLoad, tuple[ObservedRates, str]] = {}
         self._device = device_for(job.engine.device)
         self._dtype = dtype_for(job.engine.dtype, self._device)
         self._source: ModelSource = resolve_model(job.model, base_folder=job.folder, say=note)
         self._config: ModelConfig = read_config(self._source)
 
-    def rates(self, *, max_sequences: int, before: str | None = None) -> tuple[ObservedRates, str]:
-        """What steps cost, and where that comes from: the last run on such a machine, else a measurement now."""
-        found = self._rates.get(max_sequences)
+    def rates(self, load: StepLoad, *, before: str | None = None) -> tuple[ObservedRates, str]:
+        """What steps of up to `load` cost, and where that comes from: the last run on such a machine, else a measurement now."""
+        found = self._rates.get(load)
         if found is None:
-            found = self._rates[max_sequences] = self._find_rates(max_sequences=max_sequences, before=before)
+            found = self._rates[load] = self._find_rates(load, before=before)
         return found
 
-    def _find_rates(self, *, max_sequences: int, before: str | None) -> tuple[ObservedRates, str]:
+    def _find_rates(self, load: StepLoad, *, before: str | None) -> tuple[ObservedRates, str]:
         weights = self._job.engine.weights
         device, dtype = str(self._device), dtype_name(self._dtype, weights=weights)
         observed = last_rates(self._job, model=self._source.name, device=device, dtype=dtype, before=before)
@@ -113,7 +113,7 @@ class Planner:
             self._config,
             dtype=self._dtype,
             device=self._device,
-            max_sequences=max_sequences,
+            load=load,
             int8_parts=int8_parts_for(weights),
         )
         return measured, "a short measurement on this machine, with random weights of the model's shape"
@@ -148,9 +148,13 @@ class Planner:
         num_error_rows = sum(1 for _ in self._stage(stage.job, stage.input, tokenizer, stage.staging, stage.history))
         plan = self._plan(stage.staging)
         facts = self._engine_facts(plan)
-        rates, rates_from = self.rates(max_sequences=facts.config.max_sequences)
+        load = StepLoad(max_sequences=facts.config.max_sequences, max_tokens=facts.config.max_step_tokens)
+        rates, rates_from = self.rates(load)
         explanation = facts.explain(
-            plan, stage.staging.store, decode_text=tokenizer.decode, expected_share=rates.share_of(stage.name)
+            plan,
+            stage.staging.store,
+            decode_text=tokenizer.decode,
+            expected_share=expected_share(stage.job, rates, stage=stage.name, tokenizer=tokenizer),
         )
         explanation = explanation.with_rates(rates.with_tiers(self._tiers(plan, facts)))
         advice = self._advice(plan, explanation, facts)
@@ -255,9 +259,7 @@ class Planner:
         return advise(
             PlanFacts(
                 plan=plan,
-                demand=simulate_demand(
-                    plan, max_sequences=facts.config.max_sequences, step_tokens=facts.config.max_step_tokens
-                ),
+                demand=simulate_demand(plan, **asdict(facts.limits)),
                 prediction=explanation.prediction,
                 context_tokens=facts.max_context,
                 max_sequences=facts.config.max_sequences,

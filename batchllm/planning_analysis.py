@@ -12,14 +12,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm.data.run_folder import RecordedRun, recorded_runs
+from batchllm.engine.measure import StepLoad
 from batchllm.errors import JobError
 from batchllm.job import Job
 from batchllm.planner.analyze import Actual, Comparison, add_up, compare_with_actual, comparison_text
+from batchllm.planner.cost import TierSpace
 from batchllm.planner.explanation import Explanation
 from batchllm.planner.rates import fit_steps
 from batchllm.planning import Planner
 
-_STEP_COLUMNS = ["seconds", "num_prefill_rows", "num_decode_rows", "num_used_blocks"]
+_STEP_COLUMNS = [
+    "seconds",
+    "num_prefill_rows",
+    "num_decode_rows",
+    "num_kv_tokens_read",
+    "num_kv_tokens_spared",
+    "num_used_blocks",
+]
+
+
+_ENGINE_SIZES = ("max_sequences", "max_step_tokens", "num_blocks", "block_size", "block_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +71,13 @@ def analyze_last_run(job: Job, *, note: Callable[[str], None] = lambda line: Non
     run = runs[-1]
     planner = Planner(job, note=note)
     plans = _recorded_plans(run)
-    rates, rates_from = planner.rates(max_sequences=plans[0].max_sequences, before=run.run_id)
+    load = StepLoad(max_sequences=plans[0].max_sequences, max_tokens=plans[0].max_step_tokens)
+    rates, rates_from = planner.rates(load, before=run.run_id)
     steps = _recorded_steps(run)
     ends = [plan.first_step for plan in plans[1:]] + [len(steps["seconds"])]
     found = [
         compare_with_actual(
-            plan.explanation.with_rates(rates.with_tiers(())),
+            plan.explanation.with_rates(rates.with_tiers((plan.device,))),
             _actual({name: column[plan.first_step : end] for name, column in steps.items()}, plan),
         )
         for plan, end in zip(plans, ends, strict=True)
@@ -89,10 +102,16 @@ class _RecordedPlan:
     stage: str | None
     explanation: Explanation
     max_sequences: int
+    max_step_tokens: int
+    num_blocks: int
     block_size: int
     block_bytes: int
     first_step: int
     completion_tokens: int
+
+    @property
+    def device(self) -> TierSpace:
+        return TierSpace("device", capacity_bytes=self.num_blocks * self.block_bytes, bytes_per_s=float("inf"))
 
 
 def _recorded_plans(run: RecordedRun) -> list[_RecordedPlan]:
@@ -104,7 +123,7 @@ def _recorded_plans(run: RecordedRun) -> list[_RecordedPlan]:
                 explanation=Explanation.from_json(part["explanation"]),
                 first_step=int(part["first_step"]),
                 completion_tokens=int(part["completion_tokens"]),
-                **{name: int(part["engine"][name]) for name in ("max_sequences", "block_size", "block_bytes")},
+                **{name: int(part["engine"][name]) for name in _ENGINE_SIZES},
             )
             for part in plan["plans"]
         ]
@@ -125,7 +144,7 @@ def _recorded_steps(run: RecordedRun) -> dict[str, np.ndarray]:
 def _actual(steps: dict[str, np.ndarray], plan: _RecordedPlan) -> Actual:
     """What these steps measured. A step that prefills and decodes is split by the costs that fit the log best."""
     total_s = float(steps["seconds"].sum())
-    costs = fit_steps(steps, block_bytes=plan.block_bytes)
+    costs = fit_steps(steps)
     num_prefill = int(steps["num_prefill_rows"].sum())
     only_prefill = steps["num_decode_rows"] == 0
     # A log too short for a fit still tells steps that only prefill from the rest.

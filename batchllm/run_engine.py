@@ -35,6 +35,7 @@ from batchllm.run_record import (
     device_for,
     device_versions,
     dtype_name,
+    expected_share,
     last_rates,
     rates_record,
 )
@@ -242,7 +243,7 @@ class StageRunner:
             plan,
             stage.staging.store,
             decode_text=tokenizer.decode,
-            expected_share=rates.share_of(stage.name) if rates is not None else 1.0,
+            expected_share=expected_share(stage.job, rates, stage=stage.name, tokenizer=tokenizer),
         )
         self._engine_facts = facts
         record = facts.plan_record(explanation, stage=stage.name, first_step=self.metrics.num_steps)

@@ -18,6 +18,8 @@ from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.pool import KvShape
 from batchllm.errors import JobError
 from batchllm.job import Job
+from batchllm.kernels import attention
+from batchllm.models.tokenizer import Tokenizer
 from batchllm.planner.explain import EngineLimits, ModelFacts, explain
 from batchllm.planner.explanation import Explanation
 from batchllm.planner.plan import Plan
@@ -73,6 +75,13 @@ class EngineFacts:
     def block_bytes(self) -> int:
         return self.shape.block_bytes(self.config.block_size)
 
+    @property
+    def limits(self) -> EngineLimits:
+        config = self.config
+        return EngineLimits(
+            max_sequences=config.max_sequences, step_tokens=config.max_step_tokens, read_chunk=attention.CHUNK
+        )
+
     def explain(
         self,
         plan: Plan,
@@ -92,7 +101,7 @@ class EngineFacts:
                 kv_dtype_bytes=self.shape.dtype.itemsize,
                 context_tokens=self.max_context,
             ),
-            limits=EngineLimits(max_sequences=self.config.max_sequences, step_tokens=self.config.max_step_tokens),
+            limits=self.limits,
             rates=None,
             decode_text=decode_text,
             expected_share=expected_share,
@@ -162,15 +171,28 @@ class GeneratedShare:
         self.generated_tokens += len(completion.token_ids)
 
 
+def expected_share(job: Job, rates: ObservedRates | None, *, stage: str | None, tokenizer: Tokenizer) -> float:
+    """The share of the tokens they may generate that the rows of a stage are expected to: what a run showed, or what the job says.
+
+    Before a run all of them are, but where a completion is one of a few labels, as many as the longest of these has.
+    """
+    share = rates.share_of(stage) if rates is not None else None
+    labels, most = job.output.choice, job.sampling.max_tokens
+    if share is not None or not isinstance(labels, tuple) or not isinstance(most, int):
+        return 1.0 if share is None else share
+    return min(1.0, max(ids.size for ids in tokenizer.encode_batch(list(labels))) / most)
+
+
 def rates_record(
     steps: Mapping[str, Any], *, facts: EngineFacts, shares: Sequence[tuple[str | None, GeneratedShare]]
 ) -> dict[str, Any] | None:
     """What `rates.json` holds; None where the run was too short to tell. `shares`: of each stage by its name."""
-    costs = fit_steps(steps, block_bytes=facts.block_bytes)
+    costs = fit_steps(steps)
     if costs is None:
         return None
     rates = observed_rates(
         costs,
+        kv_bytes_per_token=facts.shape.bytes_per_token,
         # An accepted draft is a row of a sequence that has one already.
         most_sequences=int((np.asarray(steps["num_decode_rows"]) - np.asarray(steps["num_accepted"])).max()),
         generated_tokens=sum(share.generated_tokens for _, share in shares),

@@ -108,7 +108,7 @@ def main() -> None:
             plan,
             store,
             model=ModelFacts(num_layers=30, num_kv_heads=3, head_dim=64, kv_dtype_bytes=2, context_tokens=8192),
-            limits=EngineLimits(max_sequences=256, step_tokens=2048),
+            limits=EngineLimits(max_sequences=256, step_tokens=2048, read_chunk=256),
             rates=None,
             decode_text=str,
         )

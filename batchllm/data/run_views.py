@@ -57,6 +57,8 @@ STEP_COLUMNS = {
     "num_running": "BIGINT",
     "num_waiting": "BIGINT",
     "num_used_blocks": "BIGINT",
+    "num_kv_tokens_read": "BIGINT",
+    "num_kv_tokens_spared": "BIGINT",
     "num_preempted": "BIGINT",
     "num_drafted": "BIGINT",
     "num_accepted": "BIGINT",

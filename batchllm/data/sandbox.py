@@ -1,89 +1,169 @@
-"""The sandbox that every template runs in: no way out of it, and no single operation that makes a giant value.
+"""The sandbox that every template runs in: no way out of it, and a finite answer to a template that grows without end.
 
-Jinja2's own sandbox keeps templates from Python's internals, but `'x' * 10**10` is harmless to it, and is folded when the template is compiled.
-Operations that can multiply a size are checked before they are done; checked operators are not folded.
+Jinja2's own sandbox keeps templates from Python's internals, but `'x' * 10**10` is harmless to it, and so is a text that doubles in a loop.
+Here whatever makes text or items pays for them from the rendering's budget (`template_budget`), as does every turn of a loop; operations
+that can multiply a size are checked before they are done. Operators that are checked are not folded when a template is compiled.
 """
 
 from __future__ import annotations
 
-import functools
-import re
-from collections.abc import Sized
+import datetime
+import math
+from collections.abc import Iterable
 from typing import Any
 
+from jinja2 import Template, nodes, pass_context
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import generate_lorem_ipsum
 
-MAX_RESULT = 50_000_000
-"""Characters, items or bits that one operation of a template may make: far above any prompt, far below a machine's memory."""
+from batchllm.data.template_budget import ITEM, check, checked, new_budget, paid, spend, text_size, turns
+from batchllm.data.template_operations import bounded_filters, check_method, check_percent, split
 
-_PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
-_PADDING_FILTERS = frozenset({"center", "indent", "format", "wordwrap"})
-_WIDTH = re.compile(r"[%:{][^%{}a-zA-Z]*\d{8,}")
-_NESTED = re.compile(r":[^{}]*\{")
+_LOOP_FILTER, _CHECKED_FILTER = " turns", " checked"
+"""Filters that no template can name: they are put into its tree."""
+
+_NODE = 4
+"""Characters that a node in a loop's body stands for: what it makes in each turn without an operation, such as a list of names."""
+
+_MOST_BITS = 50_000
+_DATE_FORM = 12
+"""Characters that two of a date's form can become: `%c`."""
+
+_LOREM = 1600
+"""Characters of a paragraph of `lipsum`, where no length is given."""
+
+
+class _BoundedTemplate(Template):
+    def render(self, *arguments: Any, **named: Any) -> str:
+        with new_budget():
+            return super().render(*arguments, **named)
+
+
+class _BoundedCode(CodeGenerator):
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        """`a ~ b`, through the environment."""
+        self.write("environment.concat_values((")
+        for value in node.nodes:
+            self.visit(value, frame)
+            self.write(", ")
+        self.write("))")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        """A slice copies, and Jinja2 takes it without asking the environment."""
+        is_slice = isinstance(node.arg, nodes.Slice)
+        self.write("environment.paid(" if is_slice else "")
+        super().visit_Getitem(node, frame)
+        self.write(")" if is_slice else "")
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """`ImmutableSandboxedEnvironment` in which `*`, `**`, `%` and padding refuse, as SecurityError, what would be too large."""
+    """`ImmutableSandboxedEnvironment` in which a rendering that makes too much, or takes too long, is refused as SecurityError."""
 
-    intercepted_binops = frozenset({"*", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    code_generator_class = _BoundedCode
+    template_class = _BoundedTemplate
+    paid = staticmethod(paid)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        for name in _PADDING_FILTERS:
-            self.filters[name] = _bounded_filter(name, self.filters[name])
+        super().__init__(*arguments, finalize=checked, **options)
+        self.filters |= bounded_filters(self.filters)
+        self.filters |= {_LOOP_FILTER: _loop_turns, _CHECKED_FILTER: checked}
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        """The pieces of an output, a macro or a block as one text."""
+        return "".join(map(paid, pieces))
+
+    @staticmethod
+    def concat_values(values: tuple[Any, ...]) -> str:
+        """`a ~ b`."""
+        for value in values:
+            checked(value)
+        return str(paid("".join(map(str, values))))
+
+    def _generate(self, source: nodes.Template, *arguments: Any, **named: Any) -> str:
+        _bound_tree(source)
+        return super()._generate(source, *arguments, **named)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return super().getitem(obj, checked(argument))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            for size, count in ((left, right), (right, left)):
-                if isinstance(size, Sized) and isinstance(count, int) and len(size) * count > MAX_RESULT:
-                    raise SecurityError(f"{len(size)} * {count} items are too many")
+        if operator == "+" and isinstance(left, (str, bytes, list, tuple)):
+            spend(_size(left) + (_size(right) if isinstance(right, type(left)) else 0))
+        elif operator == "*":
+            for value, count in ((left, right), (right, left)):
+                if isinstance(value, (str, bytes, list, tuple)) and isinstance(count, int):
+                    spend(_size(value) * max(count, 0))
+            if isinstance(left, int) and isinstance(right, int):
+                _check_bits(left.bit_length() + right.bit_length())
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            if left.bit_length() * right > MAX_RESULT // 1000:
-                raise SecurityError(f"a number of about {left.bit_length() * right} bits is too large")
+            _check_bits(left.bit_length() * right)
         elif operator == "%" and isinstance(left, (str, bytes)):
-            text = left if isinstance(left, str) else left.decode("latin-1")
-            _check_text(text)
-            if "*" in text:
-                # A width that is an argument.
-                _check_widths(right if isinstance(right, tuple) else (right,))
+            values = right if isinstance(right, tuple) else (right,)
+            check_percent(left, [*values, *(right.values() if isinstance(right, dict) else ())])
+            return paid(super().call_binop(context, operator, left, right))
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, callee: Any, *arguments: Any, **named: Any) -> Any:
         # Jinja2 hands `str.format` out in a wrapper of its own.
         owner = getattr(getattr(callee, "__wrapped__", callee), "__self__", None)
+        for value in (*arguments, *named.values()):
+            checked(value)
         if isinstance(owner, (str, bytes)):
-            if callee.__name__ in _PADDING_METHODS:
-                _check_widths((*arguments, *named.values()))
-            elif callee.__name__ == "format":
-                _check_text(str(owner))
-                if _NESTED.search(str(owner)):
-                    _check_widths((*arguments, *named.values()))
-        return super().call(context, callee, *arguments, **named)
+            if callee.__name__ in ("split", "rsplit"):
+                return paid(split(owner, callee.__name__, *arguments, **named))
+            if callee.__name__ == "join" and arguments:
+                # Its items may be made while it runs.
+                arguments = (list(turns(arguments[0])), *arguments[1:])
+            check_method(owner, callee.__name__, (*arguments, *named.values()))
+        elif isinstance(owner, int) and callee.__name__ == "to_bytes":
+            check(max((value for value in (*arguments, *named.values()) if isinstance(value, int)), default=0))
+        elif isinstance(owner, datetime.date) and callee.__name__ == "strftime":
+            check(_DATE_FORM * max(map(text_size, (*arguments, *named.values())), default=0))
+        elif callee is generate_lorem_ipsum:
+            numbers = [max(value, 1) for value in (*arguments, *named.values()) if isinstance(value, int)]
+            check(_LOREM * math.prod(numbers))
+        elif isinstance(callee, LoopContext):
+            # A recursive loop over the items below this one.
+            arguments = (turns(arguments[0]), *arguments[1:]) if arguments else arguments
+        return paid(super().call(context, callee, *arguments, **named))
 
 
-def _bounded_filter(name: str, function: Any) -> Any:
-    def check(*arguments: Any, **named: Any) -> Any:
-        if name == "format":
-            text = next((value for value in arguments if isinstance(value, str)), "")
-            _check_text(text)
-            if "*" not in text:
-                return function(*arguments, **named)
-        _check_widths((*arguments, *named.values()))
-        return function(*arguments, **named)
-
-    # Some filters are handed the environment or the context: the mark that says so is kept.
-    return functools.wraps(function)(check)
-
-
-def _check_widths(values: tuple[Any, ...]) -> None:
-    for value in values:
-        if isinstance(value, int) and abs(value) > MAX_RESULT:
-            raise SecurityError(f"a width of {value} is too large")
+def _bound_tree(tree: nodes.Template) -> None:
+    """Lets every turn of a loop be paid for, and containers be looked at before they are compared or hashed."""
+    for loop in list(tree.find_all(nodes.For)):
+        size = sum(1 for part in (*loop.body, *loop.else_) for _ in part.find_all(nodes.Node))
+        cost = nodes.Const(ITEM + _NODE * size, lineno=loop.lineno)
+        loop.iter = nodes.Filter(loop.iter, _LOOP_FILTER, [cost], [], None, None, lineno=loop.lineno)
+    for compared in list(tree.find_all(nodes.Compare)):
+        compared.expr = _with_check(compared.expr)
+        for operand in compared.ops:
+            operand.expr = _with_check(operand.expr)
+    for pair in list(tree.find_all(nodes.Pair)):
+        pair.key = _with_check(pair.key)
+    assert tree.environment is not None
+    tree.set_environment(tree.environment)
 
 
-def _check_text(text: str) -> None:
-    found = _WIDTH.search(text)
-    if found:
-        raise SecurityError(f"the width in {found[0][:30]!r} is too large")
+def _with_check(node: nodes.Expr) -> nodes.Expr:
+    if isinstance(node, nodes.Const):
+        return node
+    return nodes.Filter(node, _CHECKED_FILTER, [], [], None, None, lineno=node.lineno)
+
+
+@pass_context
+def _loop_turns(context: Context, values: Any, cost: int) -> Any:
+    return turns(values, cost=cost)
+
+
+def _size(value: Any) -> int:
+    return len(value) * (1 if isinstance(value, (str, bytes)) else ITEM)
+
+
+def _check_bits(num_bits: int) -> None:
+    if num_bits > _MOST_BITS:
+        raise SecurityError(f"a number of about {num_bits} bits is too large")

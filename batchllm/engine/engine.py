@@ -325,6 +325,7 @@ class Engine:
             )
         if self.mover is not None and prefill_rows > step.num_decode:
             self.mover.costs.observe(Rate.PREFILL, amount=prefill_rows, seconds=tally.model_s)
+        reads = batch.plan.reads_of(step.num_decode + num_drafted)
         metrics.num_steps += 1
         metrics.computed_prompt_tokens += prefill_rows
         metrics.drafted_tokens += num_drafted
@@ -343,6 +344,8 @@ class Engine:
                 "num_running": scheduler.table.num_running,
                 "num_waiting": scheduler.num_waiting,
                 "num_used_blocks": scheduler.pool.num_used,
+                "num_kv_tokens_read": reads.num_read,
+                "num_kv_tokens_spared": reads.num_spared,
                 "num_preempted": len(step.preempted),
                 "num_drafted": num_drafted,
                 "num_accepted": tally.num_accepted,

@@ -1,19 +1,21 @@
 """Measures what steps cost on this machine for a model's shape, with weights of random numbers: no weight is read.
 
-A model's layers are alike, so a few of them are built, enough that they do not fit into a cache, and their time is scaled to all.
+A step's time is taken apart as `planner/cost` puts it together: rows of prompts, decoding rows, and attention by itself, which is timed
+alone. A model's layers are alike, so a few of them are built, enough that they do not fit into a cache, and their time is scaled to all;
+where a pass is bound by arithmetic, some of these do.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from batchllm.engine.pool import KvShape, make_pool
-from batchllm.kernels.attention import AttentionPlan
+from batchllm.kernels.attention import CHUNK, AttentionPlan, HeadShape
 from batchllm.models.config import ModelConfig
 from batchllm.models.decoder import Decoder
 from batchllm.models.weights import canonical_shapes
@@ -23,34 +25,58 @@ from batchllm.planner.rates import ObservedRates
 _LAYERS_BYTES = 256 << 20
 """Weights that no cache holds."""
 
+_PREFILL_LAYERS = 4
 _BLOCK_SIZE = 16
-_SHORT_CONTEXT, _LONG_CONTEXT = 32, 768
-_REPEATS, _ENOUGH_S = 5, 0.5
-"""The middle one of five passes, or of fewer where they take long: a run does not have the machine's best moments either."""
+_TILE_SIZE = 1 << 16
+_REPEATS, _ENOUGH_S = 3, 0.1
+"""The middle one of three passes, or of fewer where they take long: a run does not have the machine's best moments either."""
 
-_PREFILL_ROWS = 512
+_PROMPT, _LONG_PROMPT = 256, 2048
+"""Tokens of the prompts in a step of prompt rows, and of one whose attention shows in its time."""
+
+_READERS, _READ_CONTEXT = 16, 256
+"""Sequences that read as much each, no block twice."""
+
+_SHARERS, _SHARED_CONTEXT = 64, 512
+"""Sequences that read the same blocks together."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """The most that a step of the engine may hold."""
+
+    max_sequences: int
+    max_tokens: int
 
 
 class _RandomWeights:
-    """Tensors of the right shape. One random tile is repeated: only the time of the products counts."""
+    """Tensors of the right shape, each in memory of its own. One random tile is repeated: only the time of the products counts."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._shapes = canonical_shapes(config)
-        self._tile = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 0.02
+        self._tile = torch.randn(_TILE_SIZE, generator=torch.Generator().manual_seed(0)) * 0.02
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         shape = self._shapes[name]
         size = int(np.prod(shape))
-        return self._tile.to(dtype).repeat(-(-size // self._tile.numel()))[:size].reshape(shape).clone()
+        self._tile = self._tile.to(dtype)
+        return self._tile.repeat(-(-size // _TILE_SIZE))[:size].reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
-    """One forward pass: `num_rows` rows of each of `num_sequences` sequences that already hold `context` tokens."""
+class _Rows:
+    """Query rows: `num_rows` of each of `num_sequences` sequences that already hold `context` tokens, `shared` of them the same for all."""
 
     num_sequences: int
-    num_rows: int
-    context: int
+    num_rows: int = 1
+    context: int = 0
+    shared: int = 0
+
+    @property
+    def pairs(self) -> int:
+        """Of a row and a token that it attends to."""
+        each = self.num_rows * self.context + self.num_rows * (self.num_rows + 1) // 2
+        return self.num_sequences * each
 
 
 def measure_rates(
@@ -58,17 +84,17 @@ def measure_rates(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    max_sequences: int,
+    load: StepLoad,
     int8_parts: frozenset[str] = frozenset(),
 ) -> ObservedRates:
-    """Times a few forward passes (a second or two on a CPU). `generated_share` is 1: nothing is known of the rows yet."""
+    """Times a few forward passes (a second or two on a CPU). Nothing is known of `generated_share` then."""
     layer_bytes = dtype.itemsize * sum(
         int(np.prod(shape))
         for name, shape in canonical_shapes(replace(config, num_layers=1)).items()
         if "layers." in name
     )
     num_layers = min(config.num_layers, max(2, -(-_LAYERS_BYTES // layer_bytes)))
-    few = replace(config, num_layers=num_layers, max_context=max(_LONG_CONTEXT, _PREFILL_ROWS) + _BLOCK_SIZE)
+    few = replace(config, num_layers=num_layers, max_context=_LONG_PROMPT + _BLOCK_SIZE)
     decoder = Decoder(
         few,
         _RandomWeights(few),
@@ -78,77 +104,178 @@ def measure_rates(
         fingerprint="",
         int8_parts=int8_parts,
     )
-    bench = _Bench(decoder, max_sequences=max_sequences, layer_scale=config.num_layers / num_layers)
-    batches = sorted({1, min(8, max_sequences), min(64, max_sequences), max_sequences})
-    decode = {batch: bench.seconds(_Load(batch, 1, _SHORT_CONTEXT)) for batch in batches}
-    prefill_s = bench.seconds(_Load(1, _PREFILL_ROWS, 0))
-    wide = min(64, max_sequences)
-    reading_s = max(bench.seconds(_Load(wide, 1, _LONG_CONTEXT)) - decode[wide], 1e-9)
-    kv_bytes = wide * (_LONG_CONTEXT - _SHORT_CONTEXT) * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    bench = _Bench(decoder, num_layers=config.num_layers, load=load)
+    most = load.max_sequences
+    batches = sorted({1, min(8, most), min(64, most), most})
+    decode = {batch: bench.step_s(_Rows(batch)) for batch in batches}
+
+    reading = _Rows(_READERS, context=_READ_CONTEXT - 1)
+    read_s = bench.attention_s(reading) / reading.pairs
+    sharing = _Rows(_SHARERS, context=_SHARED_CONTEXT, shared=_SHARED_CONTEXT)
+    spared = (_SHARERS - 1) * _SHARED_CONTEXT
+    alone_s = _SHARED_CONTEXT * read_s + bench.attention_s(_Rows(_SHARERS))
+    spared_s = max(bench.attention_s(sharing) - alone_s, 0.0) / spared
+
+    prompt = min(_PROMPT, load.max_tokens)
+    prompts = _Rows(max(1, load.max_tokens // prompt), num_rows=prompt)
+    long, short = _Rows(1, num_rows=_LONG_PROMPT), _Rows(_LONG_PROMPT // _PROMPT, num_rows=_PROMPT)
+    # What attention costs a row, whatever it attends to, is in both, and stays with the rows.
+    pair_s = max(bench.attention_s(long) - bench.attention_s(short), 0.0) / (long.pairs - short.pairs)
+    prefill_s = bench.prefill_s(prompts)
+    row_s = max(prefill_s - prompts.pairs * pair_s, prefill_s / 2) / (prompts.num_sequences * prompts.num_rows)
+
+    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
     return ObservedRates(
-        prefill_tokens_per_s=_PREFILL_ROWS / prefill_s,
+        prefill_tokens_per_s=1 / row_s,
+        prefill_pairs_per_s=1 / max(pair_s, 1e-15),
         decode_step_s=tuple(decode.items()),
-        kv_read_bytes_per_s=kv_bytes * dtype.itemsize / reading_s,
-        generated_share=1.0,
+        kv_read_bytes_per_s=kv_bytes / max(read_s, 1e-15),
+        kv_spared_bytes_per_s=kv_bytes / max(spared_s, 1e-15),
+        kv_first_write_bytes_per_s=bench.first_write_bytes_per_s,
+        generated_share=None,
     )
 
 
 class _Bench:
-    """A pool and the passes over it. What the pool holds does not matter, so all sequences read the same blocks."""
+    """A pool and passes over it. What it holds does not matter; sequences read blocks of their own as far as there are some."""
 
-    def __init__(self, decoder: Decoder, *, max_sequences: int, layer_scale: float) -> None:
+    def __init__(self, decoder: Decoder, *, num_layers: int, load: StepLoad) -> None:
+        """Times of `decoder` are scaled to `num_layers` layers."""
         self._decoder = decoder
-        self._layer_scale = layer_scale
-        self._num_blocks = -(-decoder.config.max_context // _BLOCK_SIZE) * max(1, min(max_sequences, 8))
+        self._num_layers = num_layers
         config = decoder.config
+        most_tokens = max(_READERS * _READ_CONTEXT, _LONG_PROMPT, load.max_tokens)
+        self._num_blocks = max(-(-most_tokens // _BLOCK_SIZE), load.max_sequences)
         shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, decoder.dtype)
         self._kv = make_pool(shape, num_blocks=self._num_blocks, block_size=_BLOCK_SIZE, device=decoder.device)
+        self._wait()
+        began = time.perf_counter()
         self._kv.zero_()
+        self._wait()
+        self.first_write_bytes_per_s = self._kv.untyped_storage().nbytes() / (time.perf_counter() - began)
 
-    def seconds(self, load: _Load) -> float:
-        """The middle one of a few passes, scaled to all layers, sampling included."""
-        run = self._pass(load)
-        run()
-        times = [run()]
-        while len(times) < _REPEATS and sum(map(sum, times)) < _ENOUGH_S:
-            times.append(run())
-        layers_s, head_s = sorted(times, key=sum)[len(times) // 2]
-        return layers_s * self._layer_scale + head_s
+    def step_s(self, rows: _Rows) -> float:
+        """A step that decodes, sampling included, scaled to all layers."""
+        scale = self._num_layers / self._decoder.config.num_layers
+        forward = self._forward(self._decoder, rows, sampled=_last_rows(rows))
 
-    def _pass(self, load: _Load) -> Callable[[], tuple[float, float]]:
-        device, decoder = self._decoder.device, self._decoder
-        blocks_each = -(-(load.context + load.num_rows) // _BLOCK_SIZE)
-        numbers = np.arange(load.num_sequences * blocks_each, dtype=np.int32) % self._num_blocks
-        table = numbers.reshape(load.num_sequences, blocks_each)
-        offsets = np.tile(np.arange(load.context, load.context + load.num_rows), load.num_sequences)
-        owner = np.repeat(np.arange(load.num_sequences), load.num_rows)
-        slots = table[owner, offsets // _BLOCK_SIZE].astype(np.int64) * _BLOCK_SIZE + offsets % _BLOCK_SIZE
-        end = load.context + load.num_rows
-        items = [[n * load.num_rows, load.num_rows, 0, end, n, -1] for n in range(load.num_sequences)]
-        nothing = torch.empty(0, dtype=torch.int32, device=device)
-        plan = AttentionPlan(
-            positions=torch.tensor(offsets, dtype=torch.int32, device=device),
-            block_table=torch.tensor(table, device=device),
-            items=torch.tensor(items, dtype=torch.int32, device=device),
-            merge_rows=nothing,
-            merge_start=torch.zeros(1, dtype=torch.int32, device=device),
-            merge_partials=nothing,
-            num_partials=0,
-        )
-        token_ids = torch.tensor(offsets % decoder.config.vocab_size, dtype=torch.int64, device=device)
-        kv_slots = torch.tensor(slots, device=device)
-        last_rows = torch.arange(1, load.num_sequences + 1, device=device) * load.num_rows - 1
-
-        def run() -> tuple[float, float]:
+        def run() -> float:
+            hidden, layers_s = forward()
             began = time.perf_counter()
-            hidden = decoder.forward(token_ids, plan.positions, kv_slots, plan, self._kv, last_rows)
+            self._decoder.argmax(hidden).cpu()
+            return layers_s * scale + time.perf_counter() - began
+
+        return _middle(run)
+
+    def prefill_s(self, rows: _Rows) -> float:
+        """The layers of a step of prompt rows, all of them to their end."""
+        decoder = self._decoder.cut(min(_PREFILL_LAYERS, self._decoder.config.num_layers))
+        forward = self._forward(decoder, rows, sampled=np.arange(rows.num_sequences * rows.num_rows))
+        return _middle(lambda: forward()[1]) * self._num_layers / decoder.config.num_layers
+
+    def attention_s(self, rows: _Rows) -> float:
+        """Attention alone, over all layers. Where it is bound by memory, the weights go through the caches before each pass, as they do between
+        two steps.
+        """
+        decoder, config = self._decoder, self._decoder.config
+        heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, decoder.dtype)
+        plan = decoder.kernels.schedule_attention(self._plan(rows), heads)
+        generator = torch.Generator().manual_seed(0)
+        shape = (rows.num_sequences * rows.num_rows, config.num_heads, config.head_dim)
+        query = torch.randn(shape, generator=generator).to(decoder.device, decoder.dtype)
+        is_prefill = rows.num_rows > 1
+        num_layers = min(_PREFILL_LAYERS, config.num_layers) if is_prefill else config.num_layers
+        between = self._forward(decoder, _Rows(1), sampled=np.zeros(1))
+
+        def run() -> float:
+            if not is_prefill:
+                between()
+            began = time.perf_counter()
+            for layer in range(num_layers):
+                decoder.kernels.attention(query, self._kv, layer=layer, plan=plan, scale=config.head_dim**-0.5)
             self._wait()
-            between = time.perf_counter()
-            decoder.argmax(hidden).cpu()
-            return between - began, time.perf_counter() - between
+            return time.perf_counter() - began
+
+        return _middle(run) * self._num_layers / num_layers
+
+    def _forward(
+        self, decoder: Decoder, rows: _Rows, *, sampled: np.ndarray
+    ) -> Callable[[], tuple[torch.Tensor, float]]:
+        """A pass of the decoder's layers: the hidden rows `sampled`, and seconds."""
+        device, plan = decoder.device, self._plan(rows)
+        offsets = _offsets(rows)
+        owner = np.repeat(np.arange(rows.num_sequences), rows.num_rows)
+        blocks = self._table(rows)[owner, offsets // _BLOCK_SIZE].astype(np.int64)
+        slots = torch.tensor(blocks * _BLOCK_SIZE + offsets % _BLOCK_SIZE, device=device)
+        token_ids = torch.tensor(offsets % decoder.config.vocab_size, dtype=torch.int64, device=device)
+        sample_rows = torch.tensor(sampled, dtype=torch.int64, device=device)
+
+        def run() -> tuple[torch.Tensor, float]:
+            began = time.perf_counter()
+            hidden = decoder.forward(token_ids, plan.positions, slots, plan, self._kv, sample_rows)
+            self._wait()
+            return hidden, time.perf_counter() - began
 
         return run
+
+    def _table(self, rows: _Rows) -> np.ndarray:
+        """int32 [num_sequences, blocks of each]: the shared blocks, then each sequence's own."""
+        num_shared = rows.shared // _BLOCK_SIZE
+        num_own = -(-(rows.context + rows.num_rows) // _BLOCK_SIZE) - num_shared
+        own = num_shared + np.arange(rows.num_sequences * num_own).reshape(rows.num_sequences, num_own)
+        shared = np.broadcast_to(np.arange(num_shared), (rows.num_sequences, num_shared))
+        return (np.concatenate([shared, own], axis=1) % self._num_blocks).astype(np.int32)
+
+    def _plan(self, rows: _Rows) -> AttentionPlan:
+        """As `engine/step` plans it: what is shared, in whole chunks, as one item, and one item for what each sequence reads alone."""
+        number, end = rows.num_sequences, rows.context + rows.num_rows
+        pieces = -(-(end - rows.shared) // CHUNK)
+        assert rows.shared % CHUNK == 0 and (rows.num_rows == 1 or not rows.shared)
+        items = [[n * rows.num_rows, rows.num_rows, rows.shared, end, n, -1] for n in range(number)]
+        merged: list[int] = []
+        if rows.shared:
+            for n, item in enumerate(items):
+                item[5] = number + n * pieces
+                merged += [n, *range(item[5], item[5] + pieces)]
+            items.insert(0, [0, number, 0, rows.shared, 0, 0])
+        num_merged = number if rows.shared else 0
+
+        def tensor(values: Sequence[object] | np.ndarray) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self._decoder.device)
+
+        return AttentionPlan(
+            positions=tensor(_offsets(rows)),
+            block_table=tensor(self._table(rows)),
+            items=tensor(items),
+            merge_rows=tensor(range(num_merged)),
+            merge_start=tensor(range(0, num_merged * (pieces + 1) + 1, pieces + 1)),
+            merge_partials=tensor(merged),
+            num_partials=len(merged),
+        )
 
     def _wait(self) -> None:
         if self._decoder.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _offsets(rows: _Rows) -> np.ndarray:
+    """Positions of all rows."""
+    return np.tile(np.arange(rows.context, rows.context + rows.num_rows), rows.num_sequences)
+
+
+def _last_rows(rows: _Rows) -> np.ndarray:
+    return np.arange(1, rows.num_sequences + 1) * rows.num_rows - 1
+
+
+def _middle(run: Callable[[], float]) -> float:
+    """The middle one of a few runs behind a first one, or the first where it takes long."""
+    began = time.perf_counter()
+    first = run()
+    spent_s = time.perf_counter() - began
+    if spent_s > 4 * _ENOUGH_S:
+        return first
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < _REPEATS and (not times or time.perf_counter() - began < _ENOUGH_S):
+        times.append(run())
+    return sorted(times)[len(times) // 2]

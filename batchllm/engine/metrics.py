@@ -15,18 +15,21 @@ STEP_COLUMNS = {
     "num_running": "l",
     "num_waiting": "l",
     "num_used_blocks": "l",
+    "num_kv_tokens_read": "l",
+    "num_kv_tokens_spared": "l",
     "num_preempted": "l",
     "num_drafted": "l",
     "num_accepted": "l",
 }
 """Columns of the step log and their array type codes. Seconds from the start of the run; blocks of the device pool.
 
-`num_decode_rows` counts rows that gave a token that counts, of which `num_accepted` had been drafted; `num_drafted` rows were.
+`num_kv_tokens_read`: tokens whose keys and values the decoding rows read, what neighbours read together once; `num_kv_tokens_spared`: what
+reading together spared. `num_decode_rows` counts rows that gave a token that counts, of which `num_accepted` had been drafted; `num_drafted` rows were.
 """
 
 
 class StepLog:
-    """One row a step, as compact columns: a million steps are about 70 MB."""
+    """One row a step, as compact columns: a million steps are about 100 MB."""
 
     def __init__(self) -> None:
         self.columns: dict[str, array] = {name: array(code) for name, code in STEP_COLUMNS.items()}

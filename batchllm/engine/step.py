@@ -11,6 +11,14 @@ from batchllm.engine.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
+class KvReads:
+    """Tokens whose keys and values are read, what several rows read together once, and the reads that this spares."""
+
+    num_read: int
+    num_spared: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlanArrays:
     """The arrays of `batchllm.kernels.attention.AttentionPlan`, which see; all int32."""
 
@@ -21,6 +29,12 @@ class PlanArrays:
     merge_start: np.ndarray
     merge_partials: np.ndarray
     num_partials: int
+
+    def reads_of(self, num_rows: int) -> KvReads:
+        """What the first `num_rows` rows read, whole items."""
+        items = self.items[self.items[:, 0] < num_rows].astype(np.int64)
+        spans = items[:, 3] - items[:, 2]
+        return KvReads(num_read=int(spans.sum()), num_spared=int((spans * (items[:, 1] - 1)).sum()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ come from one `Kernels`.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,13 @@ class Decoder:
         """Bytes of keys and values that one token takes over all layers."""
         config = self.config
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.kv_dtype.itemsize
+
+    def cut(self, num_layers: int) -> Decoder:
+        """The first `num_layers` layers over the same weights: no model, but a measure of one."""
+        shorter = copy.copy(self)
+        shorter.config = dataclasses.replace(self.config, num_layers=num_layers)
+        shorter._layers = self._layers[:num_layers]
+        return shorter
 
     @torch.no_grad()
     def forward(

@@ -22,14 +22,28 @@ class TierSpace:
 class Rates:
     """Measured rates of one machine with one model.
 
-    `decode_step_s`: (sequences, seconds) of a step that decodes that many over short contexts, at least one pair, by
-    rising number of sequences. `kv_read_bytes_per_s`: attention's reading of keys and values. `tiers`: device first.
+    `prefill_tokens_per_s`: prompt rows, all but what attention takes for each (row, token it attends to), which is
+    `prefill_pairs_per_s`. `decode_step_s`: (sequences, seconds) of a step that decodes that many over empty contexts, at least one
+    pair, by rising number of sequences. Of keys and values, in bytes a second: `kv_read_bytes_per_s`, read by decoding sequences;
+    `kv_spared_bytes_per_s`, not read again, because several sequences read them together, and multiplied all the same;
+    `kv_first_write_bytes_per_s`, written where nothing was before, so that the system has to find the memory. `tiers`: device first.
     """
 
     prefill_tokens_per_s: float
+    prefill_pairs_per_s: float
     decode_step_s: tuple[tuple[int, float], ...]
     kv_read_bytes_per_s: float
+    kv_spared_bytes_per_s: float
+    kv_first_write_bytes_per_s: float
     tiers: tuple[TierSpace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWork:
+    """Prompt tokens that are computed, and pairs of one of them and a token that it attends to."""
+
+    tokens: int
+    pairs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +58,20 @@ class TierDemand:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted seconds by phase. `decode_s` is the steps without attention over the cache, which is `attention_s`."""
+    """Predicted seconds by phase. `decode_s` is the steps without attention over the cache, which is `attention_s`; `first_write_s` is what
+    finding memory for keys and values adds to the steps that first write there.
+    """
 
     prefill_s: float
     decode_s: float
     attention_s: float
+    first_write_s: float
     transfer_s: float
     tiers: tuple[TierDemand, ...]
 
     @property
     def total_s(self) -> float:
-        return self.prefill_s + self.decode_s + self.attention_s + self.transfer_s
+        return self.prefill_s + self.decode_s + self.attention_s + self.first_write_s + self.transfer_s
 
     @property
     def bottleneck(self) -> str:
@@ -63,22 +80,27 @@ class Prediction:
             "prefill: arithmetic on prompt tokens": self.prefill_s,
             "decode: reading the weights, once a step": self.decode_s,
             "decode: reading keys and values": self.attention_s,
+            "finding memory for keys and values, once": self.first_write_s,
             "moving keys and values between tiers": self.transfer_s,
         }
         name = max(phases, key=lambda phase: phases[phase])
         return f"{name} ({phases[name] / self.total_s:.0%} of the time)" if self.total_s else "none: nothing to run"
 
 
-def predict(demand: Demand, *, computed_prompt_tokens: int, rates: Rates, kv_bytes_per_token: int) -> Prediction:
+def predict(demand: Demand, *, prefill: PrefillWork, rates: Rates, kv_bytes_per_token: int) -> Prediction:
     """Predicts a run under `demand`; phases are added up, as if none hid behind another."""
     decoding = demand.running > 0
     steps = demand.duration[decoding]
-    live_bytes = float((demand.live_tokens[decoding] * steps).sum()) * kv_bytes_per_token
-    tiers = spread_over_tiers(demand.peak_live_tokens * kv_bytes_per_token, tiers=rates.tiers)
+    read_bytes = float((demand.read_tokens[decoding] * steps).sum()) * kv_bytes_per_token
+    spared_bytes = float((demand.spared_tokens[decoding] * steps).sum()) * kv_bytes_per_token
+    peak_bytes = demand.peak_live_tokens * kv_bytes_per_token
+    tiers = spread_over_tiers(peak_bytes, tiers=rates.tiers)
     return Prediction(
-        prefill_s=computed_prompt_tokens / rates.prefill_tokens_per_s,
+        prefill_s=prefill.tokens / rates.prefill_tokens_per_s + prefill.pairs / rates.prefill_pairs_per_s,
         decode_s=float((decode_step_s(demand.running[decoding], rates=rates) * steps).sum()),
-        attention_s=live_bytes / rates.kv_read_bytes_per_s,
+        attention_s=read_bytes / rates.kv_read_bytes_per_s + spared_bytes / rates.kv_spared_bytes_per_s,
+        # A block that is given back is handed out again before one that was never used.
+        first_write_s=(tiers[0].demand_bytes if tiers else peak_bytes) / rates.kv_first_write_bytes_per_s,
         # What the device cannot hold at the peak leaves it once and comes back once.
         transfer_s=sum(2 * t.demand_bytes / s.bytes_per_s for t, s in zip(tiers[1:], rates.tiers[1:], strict=True)),
         tiers=tiers,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from batchllm.planner.intervals import interval_max
+from batchllm.planner.intervals import interval_max, interval_min
 from batchllm.planner.plan import Plan
 from batchllm.planner.tree import own_tokens
 
@@ -16,14 +16,17 @@ from batchllm.planner.tree import own_tokens
 class Demand:
     """How a plan's load goes up and down, in decode steps, as stretches between the moments at which it changes.
 
-    Per stretch, float64 `[E]`: `duration` in steps, `running`, the sequences that decode, and `live_tokens`, the mean
-    number of tokens whose keys and values are held, a shared run once. `peak_live_tokens` is the greatest at any moment
-    and `num_steps` the whole length.
+    Per stretch, float64 `[E]`: `duration` in steps, `running`, the sequences that decode, and of a step in it, on average:
+    `live_tokens`, whose keys and values are held, a shared run once; `read_tokens`, whose keys and values the decoding
+    sequences read, what they read together once; `spared_tokens`, the reads that reading together spares.
+    `peak_live_tokens` is the greatest at any moment and `num_steps` the whole length.
     """
 
     duration: np.ndarray
     running: np.ndarray
     live_tokens: np.ndarray
+    read_tokens: np.ndarray
+    spared_tokens: np.ndarray
     peak_live_tokens: int
     num_steps: float
 
@@ -36,39 +39,68 @@ class Demand:
         return float(self.duration[after_last_wide:].sum() / self.num_steps)
 
 
-def simulate_demand(plan: Plan, *, max_sequences: int, step_tokens: int) -> Demand:
+def simulate_demand(plan: Plan, *, max_sequences: int, step_tokens: int, read_chunk: int) -> Demand:
     """Admits sequences in plan order, `max_sequences` at a time and as many as fit; each generates all it may.
 
-    A step computes `step_tokens` tokens: one for each running sequence, prompt tokens with the rest. Memory is taken as
-    unlimited, so the peak is what the plan asks for. One pass with a heap, O(N log N).
+    A step computes `step_tokens` tokens: one for each running sequence, prompt tokens with the rest. Neighbours read what they share
+    together as far as it fills chunks of `read_chunk` tokens. Memory is taken as unlimited, so the peak is what the plan asks
+    for. One pass with a heap, O(N log N).
     """
     if plan.num_prompts == 0:
         nothing = np.zeros(0)
-        return Demand(duration=nothing, running=nothing, live_tokens=nothing, peak_live_tokens=0, num_steps=0.0)
+        return Demand(nothing, nothing, nothing, nothing, nothing, peak_live_tokens=0, num_steps=0.0)
     prefill_tokens_per_step = max(step_tokens - max_sequences, step_tokens // 2, 1)
     prefill_steps = plan.computed_tokens / prefill_tokens_per_step
     admitted, prefilled, finished = _run_in_order(plan, prefill_steps=prefill_steps, max_sequences=max_sequences)
 
-    own = own_tokens(plan.tree, plan.prompt_tokens)
-    span = plan.tree.end - plan.tree.start
-    node_finished = interval_max(finished, first=plan.tree.first, last=plan.tree.last)
-    events = (
-        _Events(time=admitted, tokens=own),
-        _Events(time=admitted[plan.tree.first], tokens=span),
-        _Events(time=node_finished, tokens=-span),
-        _Events(time=prefilled, sequences=1),
-        # The difference of the times, not the count, so that what the running sequences added cancels exactly.
-        _Events(time=finished, tokens=-own - (finished - prefilled), sequences=-1),
+    tree, place = plan.tree, plan.tree_position
+    intervals = {"first": tree.first, "last": tree.last}
+    own = own_tokens(tree, plan.prompt_tokens)
+    span = tree.end - tree.start
+    # In input order those that share are no neighbours, and each reads alone.
+    is_tree_order = bool((place == np.arange(len(place))).all())
+    together = (plan.prompt_tokens - own) // read_chunk * read_chunk * is_tree_order
+    node_together = (tree.end // read_chunk - tree.start // read_chunk) * read_chunk * is_tree_order
+    alone = plan.prompt_tokens - together
+    node_admitted, node_prefilled = (interval_min(_by_tree(time, place), **intervals) for time in (admitted, prefilled))
+    node_finished = interval_max(_by_tree(finished, place), **intervals)
+    # The difference of the times, not the count, so that what the running sequences added cancels exactly.
+    generated = finished - prefilled
+    return _integrate(
+        (
+            _Events(time=admitted, tokens=own),
+            _Events(time=node_admitted, tokens=span),
+            _Events(time=node_prefilled, read=node_together, spared=-node_together),
+            _Events(time=node_finished, tokens=-span, read=-node_together, spared=node_together),
+            _Events(time=prefilled, sequences=1, read=alone, spared=together),
+            _Events(time=finished, sequences=-1, tokens=-own - generated, read=-alone - generated, spared=-together),
+        )
     )
-    return _integrate(events)
 
 
 def compact(demand: Demand) -> Demand:
     """The same load with one stretch for each number of running sequences, fewest first; predictions from it are equal."""
     running, place = np.unique(demand.running, return_inverse=True)
     duration = np.bincount(place, weights=demand.duration, minlength=len(running))
-    held = np.bincount(place, weights=demand.duration * demand.live_tokens, minlength=len(running))
-    return replace(demand, duration=duration, running=running, live_tokens=held / duration)
+
+    def mean(tokens: np.ndarray) -> np.ndarray:
+        return np.bincount(place, weights=demand.duration * tokens, minlength=len(running)) / duration
+
+    return replace(
+        demand,
+        duration=duration,
+        running=running,
+        live_tokens=mean(demand.live_tokens),
+        read_tokens=mean(demand.read_tokens),
+        spared_tokens=mean(demand.spared_tokens),
+    )
+
+
+def _by_tree(values: np.ndarray, tree_position: np.ndarray) -> np.ndarray:
+    """Values by plan position in the tree's own order, in which its nodes count."""
+    in_tree = np.empty_like(values)
+    in_tree[tree_position] = values
+    return in_tree
 
 
 def _run_in_order(
@@ -91,30 +123,43 @@ def _run_in_order(
 
 @dataclass(frozen=True, slots=True)
 class _Events:
-    """At each `time`, `tokens` are taken (or, negative, freed) and `sequences` begin to decode (or end)."""
+    """At each `time` the load changes by so many tokens held, tokens read in a step, reads spared, and decoding `sequences`."""
 
     time: np.ndarray
     tokens: np.ndarray | int = 0
+    read: np.ndarray | int = 0
+    spared: np.ndarray | int = 0
     sequences: int = 0
 
 
 def _integrate(events: tuple[_Events, ...]) -> Demand:
     time = np.concatenate([group.time for group in events])
-    tokens = np.concatenate([np.broadcast_to(group.tokens, group.time.shape) for group in events]).astype(np.float64)
-    sequences = np.concatenate([np.full(len(group.time), group.sequences) for group in events])
+    held = _column(events, "tokens")
     # What ends at a moment frees its tokens before what begins then takes them.
-    in_time = np.lexsort((tokens > 0, time))
-    time, tokens, sequences = time[in_time], tokens[in_time], sequences[in_time]
-    duration = np.diff(time)
-    running = np.cumsum(sequences)[:-1].astype(np.float64)
-    # Every running sequence adds a token a step.
-    before = np.cumsum(tokens)[:-1] + np.concatenate((np.zeros(1), np.cumsum(duration * running)[:-1]))
-    after = before + duration * running
+    in_time = np.lexsort((held > 0, time))
+    duration = np.diff(time[in_time])
+    running, read, spared = (np.cumsum(_column(events, name)[in_time])[:-1] for name in ("sequences", "read", "spared"))
+    # Every running sequence adds a token a step, which is held, and read from then on.
+    growth = duration * running
+    grown = np.concatenate((np.zeros(1), np.cumsum(growth)[:-1]))
+    before = np.cumsum(held[in_time])[:-1] + grown
+    after = before + growth
     lasting = duration > 0
+    is_read = lasting & (running > 0)
     return Demand(
         duration=duration[lasting],
         running=running[lasting],
-        live_tokens=(before[lasting] + after[lasting]) / 2,
+        live_tokens=((before + after) / 2)[lasting],
+        read_tokens=np.where(is_read, read + grown + growth / 2, 0.0)[lasting],
+        # Between two sequences of a node nobody reads it.
+        spared_tokens=np.where(is_read, np.maximum(spared, 0.0), 0.0)[lasting],
         peak_live_tokens=round(after[lasting].max()) if lasting.any() else round(before.max(initial=0.0)),
-        num_steps=float(time[-1] - time[0]),
+        num_steps=float(time.max() - time.min()),
+    )
+
+
+def _column(events: tuple[_Events, ...], name: str) -> np.ndarray:
+    """float64: one of the changes of all events, in the order of their times' concatenation."""
+    return np.concatenate(
+        [np.broadcast_to(np.asarray(getattr(group, name), dtype=np.float64), group.time.shape) for group in events]
     )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from batchllm.planner.advice import PlanFacts, advise
-from batchllm.planner.cost import Rates, predict
-from batchllm.planner.demand import compact, simulate_demand
-from batchllm.planner.explanation import Explanation, HistogramBar, SharedRun
+from batchllm.planner.cost import PrefillWork, Rates, predict
+from batchllm.planner.demand import Demand, compact, simulate_demand
+from batchllm.planner.explanation import Explanation, HistogramBar, LoadLevel, SharedRun
 from batchllm.planner.plan import Plan
 from batchllm.planner.store import PromptStore
+from batchllm.planner.work import prompt_pairs
 
 NUM_BIGGEST_NODES = 10
 TEXT_TOKENS = 48
@@ -35,10 +36,11 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the engine may do at once."""
+    """What the engine may do at once; `read_chunk`: tokens, by whole ones of which sequences read together what they share."""
 
     max_sequences: int
     step_tokens: int
+    read_chunk: int
 
 
 def explain(
@@ -61,13 +63,14 @@ def explain(
         replace(plan, decode_tokens=expected_tokens.astype(np.int32)),
         max_sequences=limits.max_sequences,
         step_tokens=limits.step_tokens,
+        read_chunk=limits.read_chunk,
     )
-    computed_prompt_tokens = int(plan.computed_tokens.sum(dtype=np.int64))
+    prefill = PrefillWork(tokens=int(plan.computed_tokens.sum(dtype=np.int64)), pairs=prompt_pairs(plan))
     prediction = None
     if rates is not None:
         prediction = predict(
             demand,
-            computed_prompt_tokens=computed_prompt_tokens,
+            prefill=prefill,
             rates=rates,
             kv_bytes_per_token=model.kv_bytes_per_token,
         )
@@ -85,7 +88,8 @@ def explain(
         num_prompts=plan.num_prompts,
         prompt_tokens=plan.total_prompt_tokens,
         unique_prompt_tokens=plan.unique_prompt_tokens,
-        computed_prompt_tokens=computed_prompt_tokens,
+        computed_prompt_tokens=prefill.tokens,
+        prompt_pairs=prefill.pairs,
         reuse_ceiling=plan.reuse_ceiling,
         decode_tokens=plan.total_decode_tokens,
         expected_decode_tokens=int(expected_tokens.sum()),
@@ -99,10 +103,16 @@ def explain(
         peak_kv_bytes=demand.peak_live_tokens * model.kv_bytes_per_token,
         num_steps=round(demand.num_steps),
         tail_share=demand.tail_share,
-        load=tuple(zip(levels.running.tolist(), levels.duration.tolist(), levels.live_tokens.tolist(), strict=True)),
+        load=load_levels(levels),
         prediction=prediction,
         advice=advise(facts),
     )
+
+
+def load_levels(demand: Demand) -> tuple[LoadLevel, ...]:
+    """The stretches of a load, one after the other."""
+    columns = (getattr(demand, field.name).tolist() for field in fields(LoadLevel))
+    return tuple(LoadLevel(*values) for values in zip(*columns, strict=True))
 
 
 def token_histogram(prompt_tokens: np.ndarray) -> tuple[HistogramBar, ...]:

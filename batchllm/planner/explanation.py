@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from batchllm.planner.cost import Prediction, Rates, predict
+from batchllm.planner.cost import Prediction, PrefillWork, Rates, predict
 from batchllm.planner.demand import Demand
 
 BAR_CHARACTERS = 30
@@ -36,12 +36,23 @@ class SharedRun:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadLevel:
+    """A stretch of a plan's load: the fields of `Demand` that have a value for each stretch."""
+
+    duration: float
+    running: float
+    live_tokens: float
+    read_tokens: float
+    spared_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """Everything `batchllm plan` prints. Tokens, bytes and seconds; `tail_share` as in `Demand`.
 
     `num_prompts` counts every sample of a row, `num_rows` the rows. KV bytes per row are those of one sample.
-    `decode_tokens` may be generated, `expected_decode_tokens` are expected, as far as earlier runs tell. `load`: (running
-    sequences, steps, mean tokens held) for each number of sequences that run at once. `prediction` None without rates.
+    `decode_tokens` may be generated, `expected_decode_tokens` are expected, as far as earlier runs tell. `prompt_pairs`: of a computed prompt
+    token and one it attends to. `load`: a level for each number of sequences that run at once. `prediction` None without rates.
     """
 
     num_rows: int
@@ -49,6 +60,7 @@ class Explanation:
     prompt_tokens: int
     unique_prompt_tokens: int
     computed_prompt_tokens: int
+    prompt_pairs: int
     reuse_ceiling: float
     decode_tokens: int
     expected_decode_tokens: int
@@ -62,7 +74,7 @@ class Explanation:
     peak_kv_bytes: int
     num_steps: int
     tail_share: float
-    load: tuple[tuple[float, float, float], ...]
+    load: tuple[LoadLevel, ...]
     prediction: Prediction | None
     advice: tuple[str, ...]
 
@@ -81,24 +93,25 @@ class Explanation:
             **{name: values[name] for name in names},
             histogram=tuple(HistogramBar(**bar) for bar in values["histogram"]),
             biggest_nodes=tuple(SharedRun(**run) for run in values["biggest_nodes"]),
-            load=tuple((level[0], level[1], level[2]) for level in values["load"]),
+            load=tuple(LoadLevel(**level) for level in values["load"]),
             prediction=None,
             advice=(),
         )
 
     def with_rates(self, rates: Rates) -> Explanation:
         """The same with times predicted from `rates`."""
-        running, duration, live_tokens = np.array(self.load, dtype=np.float64).reshape(-1, 3).T
+        levels = {
+            field.name: np.array([getattr(level, field.name) for level in self.load], dtype=np.float64)
+            for field in fields(LoadLevel)
+        }
         demand = Demand(
-            duration=duration,
-            running=running,
-            live_tokens=live_tokens,
+            **levels,
             peak_live_tokens=self.peak_live_tokens,
             num_steps=self.num_steps,
         )
         prediction = predict(
             demand,
-            computed_prompt_tokens=self.computed_prompt_tokens,
+            prefill=PrefillWork(tokens=self.computed_prompt_tokens, pairs=self.prompt_pairs),
             rates=rates,
             kv_bytes_per_token=self.kv_bytes_per_token,
         )
@@ -123,7 +136,9 @@ def _prompts(explanation: Explanation) -> list[str]:
         f"  may generate     {explanation.decode_tokens:,} tokens",
     ]
     if explanation.expected_decode_tokens != explanation.decode_tokens:
-        lines.append(f"  expected         {explanation.expected_decode_tokens:,} tokens, going by the last run")
+        lines.append(
+            f"  expected         {explanation.expected_decode_tokens:,} tokens, going by the last run or the labels"
+        )
     most = max((bar.num_prompts for bar in explanation.histogram), default=0)
     for bar in explanation.histogram:
         drawn = "#" * -(-bar.num_prompts * BAR_CHARACTERS // most)
@@ -169,6 +184,7 @@ def _time(explanation: Explanation, prediction: Prediction) -> list[str]:
         f"  prefill          {prediction.prefill_s:,.1f} s",
         f"  decode           {prediction.decode_s:,.1f} s in {explanation.num_steps:,} steps",
         f"  attention        {prediction.attention_s:,.1f} s reading keys and values while decoding",
+        f"  fresh memory     {prediction.first_write_s:,.1f} s finding it where keys and values are first written",
         f"  tier traffic     {prediction.transfer_s:,.1f} s",
         f"  total            {prediction.total_s:,.1f} s",
         f"  bottleneck       {prediction.bottleneck}",

@@ -26,3 +26,8 @@ def interval_max(values: np.ndarray, *, first: np.ndarray, last: np.ndarray) -> 
         window = np.maximum(window[:-width], window[width:])
         width *= 2
     return greatest
+
+
+def interval_min(values: np.ndarray, *, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """`[M]`, dtype of `values`, signed: smallest of `values[first : last]` for each interval, none of them empty."""
+    return -interval_max(-values, first=first, last=last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -14,35 +14,37 @@ from batchllm.planner.cost import Rates, TierSpace
 MIN_STEPS = 8
 """Fewer steps than this say too little about four rates."""
 
+_WORK_COLUMNS = ("num_prefill_rows", "num_decode_rows", "num_kv_tokens_read", "num_kv_tokens_spared")
+
 _NO_COST = 1e-15
 """Seconds a unit where the fit finds none: so small that it adds nothing, and its inverse is still a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedRates:
-    """What a run measured: `decode_step_s` as in `Rates`; `generated_share` of the tokens that finished rows might have generated.
+    """What a run or a measurement showed: rates as in `Rates`, and `generated_share` of the tokens that finished rows might have generated,
+    None where no row has been run.
 
     `stage_shares`: the same for each stage by its name, in a job that has stages.
     """
 
     prefill_tokens_per_s: float
+    prefill_pairs_per_s: float
     decode_step_s: tuple[tuple[int, float], ...]
     kv_read_bytes_per_s: float
-    generated_share: float
+    kv_spared_bytes_per_s: float
+    kv_first_write_bytes_per_s: float
+    generated_share: float | None
     stage_shares: tuple[tuple[str, float], ...] = ()
 
-    def share_of(self, stage: str | None) -> float:
+    def share_of(self, stage: str | None) -> float | None:
         """`generated_share` of one stage; None: of the job."""
         return dict(self.stage_shares).get(stage or "", self.generated_share)
 
     def with_tiers(self, tiers: tuple[TierSpace, ...]) -> Rates:
         """As the cost model takes them."""
-        return Rates(
-            prefill_tokens_per_s=self.prefill_tokens_per_s,
-            decode_step_s=self.decode_step_s,
-            kv_read_bytes_per_s=self.kv_read_bytes_per_s,
-            tiers=tiers,
-        )
+        rates = {field.name: getattr(self, field.name) for field in fields(Rates) if field.name != "tiers"}
+        return Rates(**rates, tiers=tiers)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -52,9 +54,8 @@ class ObservedRates:
     def from_json(cls, values: Mapping[str, Any]) -> ObservedRates:
         """What `to_json` wrote. Raises KeyError, TypeError or ValueError for anything else."""
         return cls(
-            prefill_tokens_per_s=float(values["prefill_tokens_per_s"]),
+            **{field.name: float(values[field.name]) for field in fields(Rates) if field.name.endswith("_per_s")},
             decode_step_s=tuple((int(sequences), float(seconds)) for sequences, seconds in values["decode_step_s"]),
-            kv_read_bytes_per_s=float(values["kv_read_bytes_per_s"]),
             generated_share=float(values["generated_share"]),
             stage_shares=tuple((str(name), float(share)) for name, share in values.get("stage_shares", ())),
         )
@@ -62,40 +63,47 @@ class ObservedRates:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of a step: `fixed`, and for each prompt row, each decoding row, and each byte of keys and values held while decoding."""
+    """Seconds of a step: `fixed` where it decodes, for each prompt row, each decoding row, each token whose keys and values are read
+    while decoding, and each such read that is spared.
+    """
 
     fixed: float
     prefill_row: float
     decode_row: float
-    kv_byte: float
+    read_token: float
+    spared_token: float
 
 
-def fit_steps(steps: Mapping[str, Any], *, block_bytes: int) -> StepCosts | None:
+def fit_steps(steps: Mapping[str, Any]) -> StepCosts | None:
     """The costs that explain the seconds of a step log best, none below zero; None for too few steps.
 
-    `steps`: columns `seconds`, `num_prefill_rows`, `num_decode_rows`, `num_used_blocks`.
+    `steps`: columns `seconds`, `num_prefill_rows`, `num_decode_rows`, `num_kv_tokens_read`, `num_kv_tokens_spared`.
     """
     seconds = np.asarray(steps["seconds"], dtype=np.float64)
     if len(seconds) < MIN_STEPS:
         return None
-    prefill, decode, used = (
-        np.asarray(steps[name], dtype=np.float64) for name in ("num_prefill_rows", "num_decode_rows", "num_used_blocks")
-    )
-    features = np.stack([decode > 0, prefill, decode, np.where(decode > 0, used * block_bytes, 0.0)], axis=1)
+    prefill, decode, read, spared = (np.asarray(steps[name], dtype=np.float64) for name in _WORK_COLUMNS)
+    features = np.stack([decode > 0, prefill, decode, read, spared], axis=1)
     return StepCosts(*_least_squares(features.astype(np.float64), seconds))
 
 
 def observed_rates(
-    costs: StepCosts, *, most_sequences: int, generated_tokens: int, allowed_tokens: int
+    costs: StepCosts, *, kv_bytes_per_token: int, most_sequences: int, generated_tokens: int, allowed_tokens: int
 ) -> ObservedRates:
-    """The rates that fitted costs stand for. `allowed_tokens`: the most that the finished rows might have generated."""
+    """The rates that fitted costs stand for. `allowed_tokens`: the most that the finished rows might have generated.
+
+    What attention and first writes cost is in the cost of the prompt rows: the next run of a job has prompts of the same kind.
+    """
     points = [(1, costs.fixed + costs.decode_row)]
     if most_sequences > 1:
         points.append((most_sequences, costs.fixed + most_sequences * costs.decode_row))
     return ObservedRates(
         prefill_tokens_per_s=1 / max(costs.prefill_row, _NO_COST),
+        prefill_pairs_per_s=1 / _NO_COST,
         decode_step_s=tuple(points),
-        kv_read_bytes_per_s=1 / max(costs.kv_byte, _NO_COST),
+        kv_read_bytes_per_s=kv_bytes_per_token / max(costs.read_token, _NO_COST),
+        kv_spared_bytes_per_s=kv_bytes_per_token / max(costs.spared_token, _NO_COST),
+        kv_first_write_bytes_per_s=1 / _NO_COST,
         generated_share=min(generated_tokens / allowed_tokens, 1.0) if allowed_tokens else 1.0,
     )
 

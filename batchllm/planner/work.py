@@ -8,6 +8,7 @@ import numpy as np
 
 from batchllm.planner.intervals import interval_max, interval_sum
 from batchllm.planner.plan import Plan
+from batchllm.planner.tree import own_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def plan_work(plan: Plan, *, generated_tokens: np.ndarray, max_sequences: int) -
     tree = plan.tree
     decoded = np.maximum(generated - 1, 0)
     prompt = plan.prompt_tokens.astype(np.int64)
-    shared_end = np.append(tree.end, np.int32(0))[tree.leaf_node].astype(np.int64)
+    shared_end = prompt - own_tokens(tree, prompt)
     # Nodes count in the tree's own order.
     in_tree = np.zeros_like(decoded)
     in_tree[plan.tree_position] = decoded
@@ -75,6 +76,15 @@ def plan_work(plan: Plan, *, generated_tokens: np.ndarray, max_sequences: int) -
         decode_steps=float(_least_steps(decoded.max(), decoded.sum(), max_sequences)),
         kv_tokens_read=float((node_tokens * node_steps).sum() + private_reads),
     )
+
+
+def prompt_pairs(plan: Plan) -> int:
+    """Pairs of a prompt token and a token that it attends to, itself included, with each distinct token computed once."""
+    tree = plan.tree
+    prompt = plan.prompt_tokens.astype(np.int64)
+    shared_end = prompt - own_tokens(tree, prompt)
+    nodes = _pairs(tree.start.astype(np.int64), tree.end.astype(np.int64))
+    return int(nodes.sum() + _pairs(shared_end, prompt).sum())
 
 
 def _pairs(start: np.ndarray, end: np.ndarray) -> np.ndarray:

@@ -26,6 +26,16 @@ def test_the_plan_of_a_byte_model_is_exact(tmp_path: Path, write_job: WriteJob, 
     assert plan["predicted_total_s"] > 0 and "measurement" in plan["rates_from"]
 
 
+def test_labels_are_expected_to_be_as_long_as_the_longest(
+    tmp_path: Path, write_job: WriteJob, run_cli: Cli
+) -> None:
+    output = {"path": "out/{{ date }}", "choice": ["a", "bcd"]}
+    job = write_job(tmp_path, [{"text": letter} for letter in "abcd"], output=output)
+    plan = json.loads(run_cli("plan", job, "--json").stdout)
+    # One token a byte: three of the eight that a row may generate.
+    assert (plan["decode_tokens"], plan["expected_decode_tokens"]) == (4 * 8, 4 * 3)
+
+
 def test_planning_writes_nothing_and_leaves_no_temporary_folder(
     tmp_path: Path, write_job: WriteJob, run_cli: Cli
 ) -> None:

@@ -251,6 +251,24 @@ def test_a_template_that_would_fill_the_memory_is_an_error_row(tmp_path: Path, e
     assert len(errors) == 1 and "too" in errors[0].message
 
 
+@pytest.mark.parametrize("operator", ["+", "~"])
+def test_a_template_that_doubles_a_text_in_a_loop_is_one_line_of_error_a_row_and_no_row_of_its_neighbours(
+    tmp_path: Path, operator: str
+) -> None:
+    template = (
+        "{% set ns = namespace(s=text) %}{% for i in range(n) %}{% set ns.s = ns.s "
+        + operator
+        + " ns.s %}{% endfor %}{{ ns.s }}"
+    )
+    table = pa.table({"text": ["a", "b", "c"], "n": [1, 100, 2]})
+    found, errors = run(tmp_path, table, json.dumps({"raw": True, "template": template}))
+    assert found == {0: "aa", 2: "cccc"}
+    assert [error.row_index for error in errors] == [1]
+    assert errors[0].message == (
+        "row 1: prompt.template: the template makes too many characters on its way, more than 50,000,000"
+    )
+
+
 def test_ordinary_arithmetic_and_padding_work_in_templates(tmp_path: Path) -> None:
     template = "{{ 'ab' * 3 }} {{ 2 ** 10 }} {{ '%05d' % 7 }} {{ 7 % 4 }} {{ 'x'.center(3) }}| {{ 'x' | indent(2) }} {{ '{:>3}'.format(9) }}"
     found, errors = run(

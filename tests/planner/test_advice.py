@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batchllm.planner.advice import PlanFacts, PlanTotals, advise, reordered_saving, totals
-from batchllm.planner.cost import Rates, TierSpace, predict
+from batchllm.planner.cost import PrefillWork, Rates, TierSpace, predict
 from batchllm.planner.demand import simulate_demand
 from batchllm.planner.plan import make_plan
 
@@ -25,16 +25,18 @@ def advice_for(stage_prompts: Callable[..., Any]) -> Advise:
         device_bytes: int = 1 << 40,
     ) -> tuple[str, ...]:
         plan = make_plan(stage_prompts(prompts, max_tokens), prefix_sharing=True)
-        demand = simulate_demand(plan, max_sequences=8, step_tokens=1 << 30)
+        demand = simulate_demand(plan, max_sequences=8, step_tokens=1 << 30, read_chunk=256)
         rates = Rates(
             prefill_tokens_per_s=1e3,
+            prefill_pairs_per_s=1e9,
             decode_step_s=((1, 0.1),),
             kv_read_bytes_per_s=1e9,
+            kv_spared_bytes_per_s=1e9,
+            kv_first_write_bytes_per_s=1e9,
             tiers=(TierSpace(name="device", capacity_bytes=device_bytes, bytes_per_s=1e9),),
         )
-        prediction = predict(
-            demand, computed_prompt_tokens=int(plan.computed_tokens.sum()), rates=rates, kv_bytes_per_token=1
-        )
+        prefill = PrefillWork(tokens=int(plan.computed_tokens.sum()), pairs=0)
+        prediction = predict(demand, prefill=prefill, rates=rates, kv_bytes_per_token=1)
         return advise(
             PlanFacts(
                 plan=plan,

@@ -8,16 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchllm.planner.cost import Rates, TierSpace, decode_step_s, predict, spread_over_tiers
+from batchllm.planner.cost import PrefillWork, Rates, TierSpace, decode_step_s, predict, spread_over_tiers
 from batchllm.planner.demand import simulate_demand
 from batchllm.planner.plan import make_plan
+from batchllm.planner.work import prompt_pairs
 
 DEVICE = TierSpace(name="device", capacity_bytes=1000, bytes_per_s=1e9)
 HOST = TierSpace(name="host", capacity_bytes=500, bytes_per_s=100.0)
 RATES = Rates(
     prefill_tokens_per_s=100.0,
+    prefill_pairs_per_s=1000.0,
     decode_step_s=((1, 0.1), (3, 0.3), (5, 0.4)),
     kv_read_bytes_per_s=1e6,
+    kv_spared_bytes_per_s=1e7,
+    kv_first_write_bytes_per_s=1e4,
     tiers=(DEVICE, HOST),
 )
 
@@ -28,15 +32,30 @@ def test_a_decode_step_is_linear_between_the_measured_batches_and_beyond() -> No
 
 def test_each_phase_is_its_work_over_its_rate(stage_prompts: Callable[..., Any]) -> None:
     plan = make_plan(stage_prompts([[1] * 50, [2] * 50], [20, 20]), prefix_sharing=True)
-    demand = simulate_demand(plan, max_sequences=1, step_tokens=1 << 40)
-    prediction = predict(demand, computed_prompt_tokens=100, rates=RATES, kv_bytes_per_token=20)
-    assert prediction.prefill_s == pytest.approx(1.0)
+    demand = simulate_demand(plan, max_sequences=1, step_tokens=1 << 40, read_chunk=16)
+    work = PrefillWork(tokens=100, pairs=prompt_pairs(plan))
+    prediction = predict(demand, prefill=work, rates=RATES, kv_bytes_per_token=20)
+    assert prediction.prefill_s == pytest.approx(1.0 + 2 * (50 * 51 / 2) / 1000)
     assert prediction.decode_s == pytest.approx(40 * 0.1)
     assert prediction.attention_s == pytest.approx(40 * 60 * 20 / 1e6)
     # The peak of 70 tokens is 1,400 bytes, 400 more than the device holds.
+    assert prediction.first_write_s == pytest.approx(1000 / 1e4)
     assert prediction.transfer_s == pytest.approx(2 * 400 / 100.0)
-    assert prediction.total_s == pytest.approx(1.0 + 4.0 + 0.048 + 8.0)
-    assert prediction.bottleneck.startswith("moving keys and values between tiers (61%")
+    assert prediction.total_s == pytest.approx(3.55 + 4.0 + 0.048 + 0.1 + 8.0)
+    assert prediction.bottleneck.startswith("moving keys and values between tiers (51%")
+
+
+def test_what_sequences_read_together_is_read_once_and_multiplied_for_each(stage_prompts: Callable[..., Any]) -> None:
+    plan = make_plan(stage_prompts([[1] * 40 + [i] for i in range(4)], [10] * 4), prefix_sharing=True)
+
+    def attention_s(read_chunk: int) -> float:
+        demand = simulate_demand(plan, max_sequences=4, step_tokens=1 << 40, read_chunk=read_chunk)
+        work = PrefillWork(tokens=44, pairs=prompt_pairs(plan))
+        return predict(demand, prefill=work, rates=RATES, kv_bytes_per_token=20).attention_s
+
+    # 32 of the 40 shared tokens fill chunks; each reads 9 tokens of its prompt and what it generates, 5 tokens on average.
+    assert attention_s(16) == pytest.approx(10 * (32 + 4 * (9 + 5)) * 20 / 1e6 + 10 * 3 * 32 * 20 / 1e7)
+    assert attention_s(64) == pytest.approx(10 * 4 * (41 + 5) * 20 / 1e6)
 
 
 def test_tiers_fill_in_order_and_the_last_says_what_fits_nowhere() -> None:

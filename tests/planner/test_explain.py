@@ -16,11 +16,14 @@ from batchllm.planner.explanation import Explanation, HistogramBar
 from batchllm.planner.plan import make_plan
 
 SMOLLM2 = ModelFacts(num_layers=30, num_kv_heads=3, head_dim=64, kv_dtype_bytes=2, context_tokens=8192)
-LIMITS = EngineLimits(max_sequences=64, step_tokens=1024)
+LIMITS = EngineLimits(max_sequences=64, step_tokens=1024, read_chunk=256)
 RATES = Rates(
     prefill_tokens_per_s=1000.0,
+    prefill_pairs_per_s=1e30,
     decode_step_s=((1, 0.02), (64, 0.2)),
     kv_read_bytes_per_s=20e9,
+    kv_spared_bytes_per_s=1e30,
+    kv_first_write_bytes_per_s=1e30,
     tiers=(TierSpace(name="device", capacity_bytes=1 << 30, bytes_per_s=20e9),),
 )
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchllm.planner.plan import Plan, make_plan
 from batchllm.planner.store import PromptStore
-from batchllm.planner.work import PlanWork, plan_work
+from batchllm.planner.work import PlanWork, plan_work, prompt_pairs
 from batchllm.prompt import SamplingParams
 
 
@@ -67,6 +67,7 @@ def test_work_equals_a_count_over_distinct_prefixes(
             expected_reads += max(max(steps), sum(steps) / width)
     assert work.prompt_tokens == len(shared)
     assert work.prompt_pairs == sum(map(len, shared))
+    assert prompt_pairs(plan) == sum(map(len, prefixes(ordered)))
     assert (work.num_samples, work.decode_tokens) == (len(answered), sum(decoded))
     assert work.decode_pairs == sum(
         sum(len(prompt) + number for number in range(1, count + 1))

@@ -1,0 +1,109 @@
+"""What one rendering of a template may make, and how long it may take: the bounds that the sandbox's operations keep."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from jinja2.exceptions import SecurityError
+from jinja2.utils import Namespace
+
+MOST_CHARACTERS = 50_000_000
+"""Characters that one rendering may make in all, far above any prompt and far below a machine's memory."""
+
+ITEM = 16
+"""Characters that an item of a list, or one turn of a loop, stands for."""
+
+MOST_CPU_S = 10.0
+"""Seconds of processor time: no row of an honest job comes near, and a machine that is busy or asleep does not count."""
+
+_TURNS_PER_LOOK = 256
+_OTHER = 64
+_CONTAINERS = (list, tuple, dict, set, frozenset, Namespace)
+
+
+class _Budget:
+    def __init__(self) -> None:
+        self._left = MOST_CHARACTERS
+        self._until = time.thread_time() + MOST_CPU_S
+        self._num_spent = 0
+
+    def spend(self, characters: int) -> None:
+        self._left -= characters
+        if self._left < 0:
+            raise SecurityError(f"the template makes too many characters on its way, more than {MOST_CHARACTERS:,}")
+        self._num_spent += 1
+        if self._num_spent % _TURNS_PER_LOOK == 0 and time.thread_time() > self._until:
+            raise SecurityError(f"the template takes more than {MOST_CPU_S:.0f} s")
+
+
+_current: ContextVar[_Budget | None] = ContextVar("budget", default=None)
+
+
+@contextmanager
+def new_budget() -> Iterator[None]:
+    """A budget for what happens inside. Outside of one, as while a template is compiled, each operation has its own."""
+    token = _current.set(_Budget())
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def spend(characters: int) -> None:
+    """Takes from the budget; raises SecurityError when nothing is left, or the time is over. Before a thing is made, where its size is known."""
+    (_current.get() or _Budget()).spend(characters)
+
+
+def check(characters: int) -> None:
+    """Raises SecurityError for what no rendering may make, before it is made."""
+    if characters > MOST_CHARACTERS:
+        raise SecurityError(f"{characters:,} characters at once are too many, more than {MOST_CHARACTERS:,}")
+
+
+def paid(value: Any) -> Any:
+    """The value, once it is paid for."""
+    if isinstance(value, (str, bytes)):
+        spend(len(value))
+    elif isinstance(value, _CONTAINERS) and not isinstance(value, Namespace):
+        spend(ITEM * (len(value) + 1))
+    else:
+        spend(ITEM)
+    return value
+
+
+def checked(value: Any) -> Any:
+    """The value, unless it is a container that is too large to be written out or compared."""
+    if isinstance(value, _CONTAINERS):
+        check(text_size(value))
+    return value
+
+
+def text_size(value: Any, seen: dict[int, int] | None = None) -> int:
+    """About how many characters `str(value)` has. A list may hold another twice, and that a third one twice: each is looked at once."""
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, int):
+        return value.bit_length() // 3 + 2
+    if not isinstance(value, _CONTAINERS):
+        return _OTHER
+    seen = {} if seen is None else seen
+    if id(value) not in seen:
+        # One that holds itself has no end to write: Python says so.
+        seen[id(value)] = 0
+        if isinstance(value, Namespace):
+            value_items: Any = object.__getattribute__(value, "_Namespace__attrs").items()
+        else:
+            value_items = value.items() if isinstance(value, dict) else value
+        seen[id(value)] = 2 + sum(2 + text_size(item, seen) for item in value_items)
+    return seen[id(value)]
+
+
+def turns(values: Any, *, cost: int = ITEM) -> Iterator[Any]:
+    """The values, each paid for."""
+    for value in values:
+        spend(cost)
+        yield value
