@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,12 @@ from batchllm.data.run_folder import RunRecord
 from batchllm.engine.decoder import kv_shape
 from batchllm.engine.engine import Engine
 from batchllm.engine.metrics import RunMetrics
+from batchllm.engine.pool import make_pool
 from batchllm.engine.roofline import run_roofline
 from batchllm.engine.sizing import size_engine
 from batchllm.engine.tier_report import TierReport
 from batchllm.job import Job
+from batchllm.kernels.native.memory import find_memory
 from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for
 from batchllm.models.source import ModelSource
 from batchllm.models.tokenizer import Tokenizer
@@ -157,18 +160,12 @@ class StageRunner:
         )
         if should_stop():
             return False
-        if self._decoder is None:
-            try:
-                self._decoder = self._load.wait()
-            finally:
-                self.load_s = self._load.waited_s
-            self.kernels = self._decoder.kernels.name
-        engine = self._engine(self._decoder, tokenizer, stage, plan)
+        engine = self._engine(tokenizer, stage, plan)
         share = GeneratedShare(store, max_context=context)
         self._shares.append((stage.name, share))
         self._note_plan(plan, stage, engine=engine, tokenizer=tokenizer)
         if self._tier_use is None:
-            block_bytes = kv_shape(self._decoder).block_bytes(engine.config.block_size)
+            block_bytes = self._load.kv_shape.block_bytes(engine.config.block_size)
             self._tier_use = TierUse(block_bytes=block_bytes, started_at=self._started_at)
         tier_use = self._tier_use
         samples = _samples_by_row(store)
@@ -207,15 +204,18 @@ class StageRunner:
             )
             engine.close(keep_tiers=True)
 
-    def _engine(self, decoder: Decoder, tokenizer: Tokenizer, stage: Stage, plan: Plan) -> Engine:
+    def _engine(self, tokenizer: Tokenizer, stage: Stage, plan: Plan) -> Engine:
+        """Waits for the model where it is still loading, and finds the memory for the prompts' keys and values meanwhile."""
+        began = time.monotonic()
         settings = self._job.engine
         # The pool of the stage before: two do not fit.
         gc.collect()
+        shape = self._load.kv_shape
         config = size_engine(
             plan=plan,
-            shape=kv_shape(decoder),
+            shape=shape,
             device=self._device,
-            max_context=decoder.config.max_context,
+            max_context=self._load.max_context,
             block_size=settings.block_size,
             max_step_tokens=settings.max_step_tokens,
             max_sequences=settings.max_sequences,
@@ -223,15 +223,24 @@ class StageRunner:
             evict_least_recent=settings.kv.policy == "lru",
             speculation=settings.speculation,
         )
+        kv = make_pool(shape, num_blocks=config.num_blocks, block_size=config.block_size, device=self._device)
+        if self._device.type == "cpu":
+            # More than that a run may not come to write.
+            find_memory(kv, num_bytes=plan.unique_prompt_tokens * shape.bytes_per_token)
+        if self._decoder is None:
+            self._decoder = self._load.wait()
+            self.kernels = self._decoder.kernels.name
+        self.load_s += time.monotonic() - began
         return Engine(
-            decoder=decoder,
+            decoder=self._decoder,
             vocabulary=tokenizer,
             store=stage.staging.store,
             plan=plan,
             config=config,
             seed=self._job.seed,
             started_at=self._started_at,
-            tiers=self._run_tiers.for_stage(stage, decoder=decoder, plan=plan),
+            tiers=self._run_tiers.for_stage(stage, decoder=self._decoder, plan=plan),
+            kv=kv,
         )
 
     def _note_plan(self, plan: Plan, stage: Stage, *, engine: Engine, tokenizer: Tokenizer) -> None:

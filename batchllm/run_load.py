@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from batchllm.engine.pool import KvShape
 from batchllm.models.decoder import Decoder, kv_dtype_for
 from batchllm.models.loading import load_decoder
 from batchllm.models.source import ModelSource, read_config
@@ -18,7 +18,7 @@ class DecoderLoad:
     """Owns the thread until `close`, which ends the load after the tensor that it is at, unless it is done.
 
     The thread leaves one core to the run: else torch's threads would wait for each other behind the tokenizer at every tensor.
-    `source`: what it loads. `max_context`: the model's. `waited_s`: how long the run did nothing but wait for the decoder.
+    `source`: what it loads. `max_context` and `kv_shape`: the model's.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class DecoderLoad:
         kept_dtype = kv_dtype_for(kv_dtype, dtype=dtype, kernels=kernels)
         self.source = source
         self.max_context = config.max_context
-        self.waited_s = 0.0
+        self.kv_shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, kept_dtype)
         self._num_threads = torch.get_num_threads()
         self._given_up = threading.Event()
 
@@ -61,11 +61,9 @@ class DecoderLoad:
 
     def wait(self) -> Decoder:
         """The decoder. Raises what loading it raised: ModelError for weights that cannot be read."""
-        started_at = time.monotonic()
         try:
             return self._decoder.result()
         finally:
-            self.waited_s += time.monotonic() - started_at
             self.close()
 
     def close(self) -> None:

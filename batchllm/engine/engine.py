@@ -80,8 +80,11 @@ class Engine:
         seed: int,
         started_at: float,
         tiers: TierSetup | None = None,
+        kv: torch.Tensor | None = None,
     ) -> None:
-        """`started_at`: `time.monotonic()` of the job's start, from which waiting times count. Owns `tiers`: see `close`."""
+        """`started_at`: `time.monotonic()` of the job's start, from which waiting times count. Owns `tiers`: see `close`. `kv`: its blocks,
+        as `make_pool` makes them; None: it makes them itself.
+        """
         assert not config.runs_ahead or config.speculation == "off", "drafts need the tokens before them"
         self.decoder = decoder
         self.config = config
@@ -95,9 +98,11 @@ class Engine:
             started_at=started_at,
         )
         self._started_at = started_at
-        self._kv = make_pool(
-            kv_shape(decoder), num_blocks=config.num_blocks, block_size=config.block_size, device=decoder.device
-        )
+        if kv is None:
+            kv = make_pool(
+                kv_shape(decoder), num_blocks=config.num_blocks, block_size=config.block_size, device=decoder.device
+            )
+        self._kv = kv
         self._is_noted = np.zeros(config.max_sequences, dtype=bool)
         self.mover: HostMover | StagedMover | None = None
         if tiers is not None:

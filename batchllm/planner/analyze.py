@@ -37,7 +37,7 @@ class Comparison:
 
 
 def compare_with_actual(explanation: Explanation, actual: Actual) -> tuple[Comparison, ...]:
-    """Each predicted figure beside what the run measured. Decode counts its attention; first writes go by who writes."""
+    """Each predicted figure beside what the run measured. Decode counts its attention and first writes."""
     prediction = explanation.prediction
     tokens = (
         Comparison("computed prompt tokens", explanation.computed_prompt_tokens, actual.computed_prompt_tokens),
@@ -47,12 +47,10 @@ def compare_with_actual(explanation: Explanation, actual: Actual) -> tuple[Compa
     )
     if prediction is None:
         return tokens
-    written = explanation.computed_prompt_tokens + explanation.expected_decode_tokens
-    prefill_s = prediction.prefill_s + prediction.first_write_s * explanation.computed_prompt_tokens / max(written, 1)
     return (
         *tokens,
-        Comparison("prefill s", prefill_s, actual.prefill_s),
-        Comparison("decode s", prediction.total_s - prediction.transfer_s - prefill_s, actual.decode_s),
+        Comparison("prefill s", prediction.prefill_s, actual.prefill_s),
+        Comparison("decode s", prediction.total_s - prediction.transfer_s - prediction.prefill_s, actual.decode_s),
         Comparison("total s", prediction.total_s, actual.total_s),
     )
 

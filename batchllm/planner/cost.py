@@ -59,7 +59,7 @@ class TierDemand:
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """Predicted seconds by phase. `decode_s` is the steps without attention over the cache, which is `attention_s`; `first_write_s` is what
-    finding memory for keys and values adds to the steps that first write there.
+    finding memory for generated keys and values adds to the steps that first write there.
     """
 
     prefill_s: float
@@ -99,8 +99,9 @@ def predict(demand: Demand, *, prefill: PrefillWork, rates: Rates, kv_bytes_per_
         prefill_s=prefill.tokens / rates.prefill_tokens_per_s + prefill.pairs / rates.prefill_pairs_per_s,
         decode_s=float((decode_step_s(demand.running[decoding], rates=rates) * steps).sum()),
         attention_s=read_bytes / rates.kv_read_bytes_per_s + spared_bytes / rates.kv_spared_bytes_per_s,
-        # A block that is given back is handed out again before one that was never used.
-        first_write_s=(tiers[0].demand_bytes if tiers else peak_bytes) / rates.kv_first_write_bytes_per_s,
+        # A block that is given back is handed out again before one that was never used. For prompts the memory is found beforehand.
+        first_write_s=max((tiers[0].demand_bytes if tiers else peak_bytes) - prefill.tokens * kv_bytes_per_token, 0)
+        / rates.kv_first_write_bytes_per_s,
         # What the device cannot hold at the peak leaves it once and comes back once.
         transfer_s=sum(2 * t.demand_bytes / s.bytes_per_s for t, s in zip(tiers[1:], rates.tiers[1:], strict=True)),
         tiers=tiers,

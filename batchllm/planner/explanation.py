@@ -184,7 +184,7 @@ def _time(explanation: Explanation, prediction: Prediction) -> list[str]:
         f"  prefill          {prediction.prefill_s:,.1f} s",
         f"  decode           {prediction.decode_s:,.1f} s in {explanation.num_steps:,} steps",
         f"  attention        {prediction.attention_s:,.1f} s reading keys and values while decoding",
-        f"  fresh memory     {prediction.first_write_s:,.1f} s finding it where keys and values are first written",
+        f"  fresh memory     {prediction.first_write_s:,.1f} s finding it for generated keys and values",
         f"  tier traffic     {prediction.transfer_s:,.1f} s",
         f"  total            {prediction.total_s:,.1f} s",
         f"  bottleneck       {prediction.bottleneck}",

@@ -1,11 +1,13 @@
-"""Huge pages for large tensors. A block pool is read in pieces of a few kilobytes all over it: with small pages most of
-them miss the TLB.
+"""Memory below large tensors: huge pages, and finding it ahead of the first write. A block pool is read in pieces of a few
+kilobytes all over it: with small pages most of them miss the TLB.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -17,6 +19,9 @@ _LINE_BYTES = 64
 _arena = torch.empty(0, dtype=torch.uint8)
 """What is left of the last arena."""
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
+_MADV_POPULATE_WRITE = 23
+"""Since Linux 5.14; Python has no name for it."""
+_PIECE_BYTES = 32 * 2**20
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> bool:
@@ -30,9 +35,30 @@ def advise_huge_pages(tensor: torch.Tensor) -> bool:
     start = tensor.untyped_storage().data_ptr()
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (start + num_bytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    return _madvise(first, length, _MADV_HUGEPAGE)
+
+
+def find_memory(tensor: torch.Tensor, *, num_bytes: int) -> bool:
+    """Has the system find memory for the first `num_bytes` of a CPU tensor's storage, on all cores; returns whether it did.
+
+    Otherwise it does so page by page as they are first written, which stops whoever writes: in a virtual machine for milliseconds a
+    page. What the tensor holds does not change. A system that cannot do it leaves everything as it is.
+    """
+    start = tensor.untyped_storage().data_ptr()
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = start + min(num_bytes, tensor.untyped_storage().nbytes())
+    pieces = [
+        (at, (min(at + _PIECE_BYTES, stop) - at) // mmap.PAGESIZE * mmap.PAGESIZE)
+        for at in range(first, stop, _PIECE_BYTES)
+    ]
+    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="memory") as threads:
+        return all(threads.map(lambda piece: _madvise(*piece, _MADV_POPULATE_WRITE), pieces))
+
+
+def _madvise(address: int, num_bytes: int, advice: int) -> bool:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes, madvise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
-    return bool(madvise(first, length, _MADV_HUGEPAGE) == 0)
+    return bool(madvise(address, num_bytes, advice) == 0)
 
 
 def empty_in_arena(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
