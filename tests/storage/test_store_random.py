@@ -69,11 +69,15 @@ def test_random_use_in_any_weather_gives_right_bytes_or_misses_and_ends(
             elif action == "next_use":
                 store.set_next_use(key(number), next_use)
             else:
+                was_quiet = store.is_quiet
                 for ended in store.poll(timeout_s=0.005 if action == "wait" else 0.0):
+                    assert not was_quiet, "a quiet store has nothing to tell"
                     if id(ended) in given_out:
                         given_out.pop(id(ended))[1][:] = 0xEE
             store.check_integrity()
+            assert not store.is_empty or not any(store.contains(key(number)) for number in range(12))
         settle(store)
+        assert store.is_quiet
         for transfer, number, into in gets:
             assert transfer.done
             if transfer.outcome is Outcome.DONE:
