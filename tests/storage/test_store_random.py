@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from disk_weather import Weather
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_weather import BLOCK_BYTES, BLOCKS, Weather, key, open_store, settle
+from store_weather import BLOCK_BYTES, BLOCKS, key, open_store, settle
 
 from batchllm.storage.cost import Decision
 from batchllm.storage.policy import NEVER, LruPolicy, NextUsePolicy
