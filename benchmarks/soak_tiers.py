@@ -11,7 +11,6 @@ transfer that began has ended, and the process has as many descriptors and threa
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from disk_weather import Weather, open_in
 from tiers import BLOCK_SIZE, TINY, Batch, NoVocabulary, Workload, stage
 
 from batchllm.engine.decoder import kv_shape
@@ -38,64 +38,9 @@ from batchllm.storage.disk import DiskOptions, DiskTier
 from batchllm.storage.host import HostTier
 from batchllm.storage.keys import KeyScope, root_key
 from batchllm.storage.policy import LruPolicy, NextUsePolicy
-from batchllm.storage.ring import open_queue
 from batchllm.storage.store import TieredStore
-from batchllm.storage.submission import Completion as IoCompletion
-from batchllm.storage.submission import Operation, SubmissionQueue
 
 ROOT = root_key(KeyScope(model=b"soak", layout="soak", dtype="float32"))
-
-
-@dataclass(frozen=True, slots=True)
-class Weather:
-    """Shares of operations that fail, fall short or are refused at submission; the longest delay of completions."""
-
-    fail: float
-    shorten: float
-    refuse: float
-    delay_s: float
-
-
-class WeatherQueue:
-    """A real queue in bad weather."""
-
-    name = "weather"
-
-    def __init__(self, inner: SubmissionQueue, weather: Weather, seed: int) -> None:
-        self._inner = inner
-        self._weather = weather
-        self._random = random.Random(seed)
-        self._made_up: list[IoCompletion] = []
-
-    def submit(self, operation: Operation) -> None:
-        weather, draw = self._weather, self._random.random
-        if draw() < weather.refuse:
-            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        if draw() < weather.fail:
-            code = errno.ENOSPC if operation.is_write and draw() < 0.5 else errno.EIO
-            self._made_up.append(IoCompletion(operation.tag, -code))
-            self._inner.wake()
-        elif draw() < weather.shorten and operation.view.nbytes > 4096:
-            self._inner.submit(operation._replace(view=operation.view[:4096]))
-        else:
-            self._inner.submit(operation)
-
-    def begin(self) -> None:
-        self._inner.begin()
-
-    def wait(self) -> list[IoCompletion]:
-        completions = self._inner.wait() + self._made_up
-        self._made_up = []
-        if self._weather.delay_s:
-            time.sleep(self._random.uniform(0, self._weather.delay_s))
-            self._random.shuffle(completions)
-        return completions
-
-    def wake(self) -> None:
-        self._inner.wake()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 @dataclass(slots=True)
@@ -119,18 +64,15 @@ def open_setup(choices: random.Random, *, folder: Path, block_bytes: int) -> Tie
     if host_slots == 0 or choices.random() < 0.7:
         persist = choices.random() < 0.3
         calm = choices.random() < 0.3
+        errors = 0.0 if calm else choices.choice([0.0, 0.01, 0.3])
         weather = Weather(
-            fail=0.0 if calm else choices.choice([0.0, 0.01, 0.3]),
+            read_errors=errors,
+            write_errors=errors,
             shorten=0.0 if calm else choices.choice([0.0, 0.1, 0.4]),
             refuse=0.0 if calm else choices.choice([0.0, 0.1]),
             delay_s=0.0 if calm else choices.choice([0.0, 0.002]),
         )
         seed = choices.randrange(1 << 30)
-
-        def open_submissions(file_descriptor: int, depth: int) -> tuple[SubmissionQueue, str]:
-            inner, note = open_queue(file_descriptor, depth)
-            return WeatherQueue(inner, weather, seed), note
-
         disk = DiskTier(
             folder,
             fingerprint=ROOT,
@@ -139,7 +81,7 @@ def open_setup(choices: random.Random, *, folder: Path, block_bytes: int) -> Tie
             options=DiskOptions(
                 persist=persist, depth=choices.choice([1, 4, 32]), retry_after_s=0.01, max_retry_after_s=0.1
             ),
-            open_submissions=open_submissions,
+            open_submissions=open_in(weather, seed=seed),
         )
     num_spare = choices.choice([1, 2, 64]) if disk is not None else 0
     store = TieredStore(

@@ -6,8 +6,10 @@ The job asks a few questions about each of many documents, in an order that scat
 runs it in a pool that never gives up a block; the other ways have a quarter of the most blocks that this one used: `ram` (a
 host tier), `disk` (a disk tier alone), `lru` (as `ram`, by recency instead of next use), `recompute` (no tier). A second job,
 the same over a tiny model whose blocks cost next to nothing to compute, has no use for tiers: there `ram` is compared with
-`recompute`. In each round every way runs once, one after the other; ratios are medians over rounds of one way's seconds over the
-other's in the same round. Seconds are those of the engine's loop; measuring the machine when tiers are opened takes `setup_s` more.
+`recompute`. In each round every way of the first job runs once, one after the other, every other round in reverse. The two ways of the
+second job, which has three times as many documents and then takes more than a second, run at once, twenty steps of one and twenty of the other, in
+five times as many rounds: they differ by less than a machine from second to second. Ratios are medians over rounds of one way's seconds over
+the other's in the same round. Seconds are those of the engine's loop; measuring the machine when tiers are opened takes `setup_s` more.
 
 A quarter of the pool still holds the sequences that run at once: where it does not, the batch runs narrower and no tier can mend that.
 On a machine that others use, set OMP_NUM_THREADS=1 and look at the CPU seconds of each line too.
@@ -49,6 +51,9 @@ from batchllm.prompt import Completion, SamplingParams
 from batchllm.storage.keys import KeyScope
 
 BLOCK_SIZE = 16
+
+_MORE_DOCUMENTS = 3
+_TURN_STEPS = 20
 
 TINY = replace(SMALL, num_kv_heads=1, intermediate_size=128, vocab_size=512, max_context=2048)
 
@@ -118,78 +123,136 @@ def stage(workload: Workload, *, decoder: Decoder, folder: Path) -> Batch:
     return Batch(decoder, store, make_plan(store, prefix_sharing=True, keep_order=True), workload.sequences)
 
 
+class Running:
+    """A run of a batch over a pool of `num_blocks` that is under way. Seconds of its loop count while it advances."""
+
+    def __init__(self, batch: Batch, *, num_blocks: int, request: TierRequest | None) -> None:
+        self.batch = batch
+        self.answers: list[Completion] = []
+        self.run_s, self.cpu_s = 0.0, 0.0
+        decoder, tiers = batch.decoder, None
+        began_s = time.perf_counter()
+        if request is not None:
+            tiers = open_tiers(
+                request,
+                scope=KeyScope(model=b"benchmark", layout="benchmark", dtype=str(decoder.dtype)),
+                block_bytes=kv_shape(decoder).block_bytes(BLOCK_SIZE),
+                block_size=BLOCK_SIZE,
+                most_blocks=most_blocks(batch.plan, max_context=decoder.config.max_context, block_size=BLOCK_SIZE),
+            )
+        self.setup_s = time.perf_counter() - began_s
+        self.engine = Engine(
+            decoder=decoder,
+            vocabulary=NoVocabulary([b"x"] * decoder.config.vocab_size),
+            store=batch.store,
+            plan=batch.plan,
+            config=EngineConfig(
+                block_size=BLOCK_SIZE,
+                num_blocks=num_blocks,
+                max_step_tokens=512,
+                max_sequences=batch.sequences,
+                evict_least_recent=request is not None and request.policy == "lru",
+            ),
+            seed=0,
+            started_at=time.monotonic(),
+            tiers=tiers,
+        )
+
+    @property
+    def done(self) -> bool:
+        return self.engine.scheduler.done
+
+    def advance(self, num_steps: int) -> None:
+        """So many steps, or to the end."""
+        began_s, cpu_began_s = time.perf_counter(), time.process_time()
+        for _ in range(num_steps):
+            if self.done:
+                break
+            self.answers += self.engine.step()
+        self.run_s += time.perf_counter() - began_s
+        self.cpu_s += time.process_time() - cpu_began_s
+
+    def finish(self) -> Outcome:
+        """Closes the engine. Exits where a row has failed."""
+        engine, answers = self.engine, self.answers
+        engine.scheduler.check_integrity()
+        stall_s, moved_bytes = 0.0, 0
+        if engine.mover is not None:
+            report = report_tiers(engine.mover, engine.metrics)
+            stall_s, moved_bytes = report.stall_s, sum(tier.bytes_in + tier.bytes_out for tier in report.tiers)
+        engine.close()
+        if engine.metrics.num_errors or len(answers) != self.batch.plan.num_prompts:
+            sys.exit(
+                f"{engine.metrics.num_errors} rows failed: {next(answer.error for answer in answers if answer.error)}"
+            )
+        return Outcome(
+            self.run_s,
+            self.cpu_s,
+            self.setup_s,
+            engine.metrics,
+            stall_s,
+            moved_bytes,
+            {answer.row_index: answer.token_ids for answer in answers},
+        )
+
+
 def run(batch: Batch, *, num_blocks: int, request: TierRequest | None) -> Outcome:
     """Runs the batch once over a pool of `num_blocks`."""
-    decoder, answers = batch.decoder, list[Completion]()
-    began_s = time.perf_counter()
-    tiers = None
-    if request is not None:
-        tiers = open_tiers(
-            request,
-            scope=KeyScope(model=b"benchmark", layout="benchmark", dtype=str(decoder.dtype)),
-            block_bytes=kv_shape(decoder).block_bytes(BLOCK_SIZE),
-            block_size=BLOCK_SIZE,
-            most_blocks=most_blocks(batch.plan, max_context=decoder.config.max_context, block_size=BLOCK_SIZE),
-        )
-    setup_s = time.perf_counter() - began_s
-    engine = Engine(
-        decoder=decoder,
-        vocabulary=NoVocabulary([b"x"] * decoder.config.vocab_size),
-        store=batch.store,
-        plan=batch.plan,
-        config=EngineConfig(
-            block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
-            max_step_tokens=512,
-            max_sequences=batch.sequences,
-            evict_least_recent=request is not None and request.policy == "lru",
-        ),
-        seed=0,
-        started_at=time.monotonic(),
-        tiers=tiers,
-    )
-    began_s, cpu_began_s = time.perf_counter(), time.process_time()
-    engine.run(deliver=answers.extend)
-    run_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_began_s
-    stall_s, moved_bytes = 0.0, 0
-    if engine.mover is not None:
-        report = report_tiers(engine.mover, engine.metrics)
-        stall_s, moved_bytes = report.stall_s, sum(tier.bytes_in + tier.bytes_out for tier in report.tiers)
-    engine.close()
-    if engine.metrics.num_errors or len(answers) != batch.plan.num_prompts:
-        sys.exit(f"{engine.metrics.num_errors} rows failed: {next(answer.error for answer in answers if answer.error)}")
-    return Outcome(
-        run_s,
-        cpu_s,
-        setup_s,
-        engine.metrics,
-        stall_s,
-        moved_bytes,
-        {answer.row_index: answer.token_ids for answer in answers},
-    )
+    running = Running(batch, num_blocks=num_blocks, request=request)
+    while not running.done:
+        running.advance(1000)
+    return running.finish()
 
 
-def compare(batch: Batch, ways: dict[str, TierRequest | None], *, rounds: int) -> dict[str, list[Outcome]]:
-    """Runs all ways, and `unlimited`, once a round; prints a line for each run."""
+def run_in_turns(batch: Batch, ways: dict[str, TierRequest | None], *, num_blocks: int) -> dict[str, Outcome]:
+    """Runs the batch in all ways at once, a few steps of each in turn, there and back: what else the machine does meets all alike."""
+    running = {name: Running(batch, num_blocks=num_blocks, request=request) for name, request in ways.items()}
+    names = list(ways)
+    while not all(each.done for each in running.values()):
+        for name in (*names, *reversed(names)):
+            running[name].advance(_TURN_STEPS)
+    return {name: each.finish() for name, each in running.items()}
+
+
+def compare(
+    batch: Batch, ways: dict[str, TierRequest | None], *, rounds: int, in_turns: bool
+) -> dict[str, list[Outcome]]:
+    """Runs all ways once a round, one after the other or `in_turns`, every other round in reverse; prints a line for each run.
+
+    `unlimited` is the way with room for all.
+    """
     num_tokens = int(batch.plan.prompt_tokens.sum() + batch.plan.decode_tokens.sum())
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in ("unlimited", *ways)}
-    for _ in range(rounds):
-        first = run(batch, num_blocks=num_tokens // BLOCK_SIZE + 1, request=None)
-        quarter = first.metrics.peak_used_blocks // 4
-        for name in outcomes:
-            outcome = first if name == "unlimited" else run(batch, num_blocks=quarter, request=ways[name])
+    all_blocks = num_tokens // BLOCK_SIZE + 1
+    first = run(batch, num_blocks=all_blocks, request=None)  # warms up, too
+    quarter = first.metrics.peak_used_blocks // 4
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in ways}
+    for number in range(rounds):
+        order = dict(list(ways.items())[:: -1 if number % 2 else 1])
+        if in_turns:
+            these = run_in_turns(batch, order, num_blocks=quarter)
+        else:
+            these = {
+                name: run(batch, num_blocks=all_blocks if name == "unlimited" else quarter, request=request)
+                for name, request in order.items()
+            }
+        for name, outcome in these.items():
             outcomes[name].append(outcome)
-            metrics, pool = outcome.metrics, outcome.metrics.num_blocks
-            same = sum(outcome.tokens[row] == tokens for row, tokens in first.tokens.items())
-            print(
-                f"{name:<10}{outcome.run_s:7.2f} s  CPU {outcome.cpu_s:7.2f} s  model {metrics.model_s:6.2f}  schedule {metrics.schedule_s:5.2f}  "
-                f"sample {metrics.sample_s:5.2f}  stall {outcome.stall_s:5.2f}  pool {pool:>6,}  steps {metrics.num_steps:,}  "
-                f"computed {metrics.computed_prompt_tokens:>7,}  restored {metrics.restored_tokens:>7,}  "
-                f"preempted {metrics.preemptions}  moved {outcome.moved_bytes / 1e6:,.0f} MB  "
-                f"same rows {same}/{len(first.tokens)}",
-                flush=True,
-            )
+            describe(name, outcome, first)
     return outcomes
+
+
+def describe(name: str, outcome: Outcome, first: Outcome) -> None:
+    """Prints a run's line. `first`: whose tokens it should have."""
+    metrics = outcome.metrics
+    same = sum(outcome.tokens[row] == tokens for row, tokens in first.tokens.items())
+    print(
+        f"{name:<10}{outcome.run_s:8.3f} s  CPU {outcome.cpu_s:8.3f} s  model {metrics.model_s:7.3f}  schedule {metrics.schedule_s:6.3f}  "
+        f"sample {metrics.sample_s:6.3f}  stall {outcome.stall_s:5.2f}  pool {metrics.num_blocks:>6,}  steps {metrics.num_steps:,}  "
+        f"computed {metrics.computed_prompt_tokens:>7,}  restored {metrics.restored_tokens:>7,}  "
+        f"preempted {metrics.preemptions}  moved {outcome.moved_bytes / 1e6:,.0f} MB  "
+        f"same rows {same}/{len(first.tokens)}",
+        flush=True,
+    )
 
 
 def ratio(outcomes: dict[str, list[Outcome]], name: str, *, over: str) -> float:
@@ -229,15 +292,19 @@ def main() -> None:
             source = resolve_model("smollm2-135m", base_folder=Path.cwd())
             decoder = load_decoder(source, dtype=dtype_for("auto", device), device=device, kernels=kernels)
             batch = stage(workload, decoder=decoder, folder=scratch / "job")
-            run(batch, num_blocks=20_000, request=None)  # warm
             ways = {
+                "unlimited": None,
                 "ram": ram,
                 "disk": TierRequest(host_bytes=0, disk=disk, policy="next-use", persist=False),
                 "lru": TierRequest(host_bytes=host_bytes, disk=None, policy="lru", persist=False),
                 "recompute": TierRequest(host_bytes=host_bytes, disk=None, policy="recompute", persist=False),
             }
-            outcomes = compare(batch, ways, rounds=arguments.rounds)
-            figures |= {f"{way}_time_ratio": round(ratio(outcomes, way, over="unlimited"), 4) for way in ways}
+            outcomes = compare(batch, ways, rounds=arguments.rounds, in_turns=False)
+            figures |= {
+                f"{way}_time_ratio": round(ratio(outcomes, way, over="unlimited"), 4)
+                for way in ways
+                if way != "unlimited"
+            }
             figures["setup_s"] = round(statistics.median(outcome.setup_s for outcome in outcomes["disk"]), 2)
         if arguments.only != "job":
             tiny = Decoder(
@@ -248,10 +315,10 @@ def main() -> None:
                 kernels=kernels,
                 fingerprint="tiny",
             )
-            batch = stage(workload, decoder=tiny, folder=scratch / "useless")
-            run(batch, num_blocks=20_000, request=None)
+            longer = replace(workload, documents=_MORE_DOCUMENTS * workload.documents)
+            batch = stage(longer, decoder=tiny, folder=scratch / "useless")
             ways = {"ram": ram, "recompute": TierRequest(host_bytes=0, disk=None, policy="recompute", persist=False)}
-            outcomes = compare(batch, ways, rounds=10 * arguments.rounds + 1)  # each takes a second
+            outcomes = compare(batch, ways, rounds=5 * arguments.rounds + 1, in_turns=True)
             figures["useless_tier_time_ratio"] = round(ratio(outcomes, "ram", over="recompute"), 4)
         if not arguments.no_disk_figures and shutil.which("fio"):
             script = Path(__file__).with_name("tiers_disk.py")

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from batchllm.storage.disk_io import check_frame
 from batchllm.storage.errors import CacheInUseError, StorageError
 from batchllm.storage.frame import PAGE_BYTES, Frames, frame_stride, read_header
+from batchllm.storage.seal import Identity, unseal
 from batchllm.storage.store_file import SUFFIX, Superblock, read_superblock, slot_offset
 from batchllm.storage.tier import MissCause
 
@@ -65,7 +65,7 @@ def verify_cache(path: Path) -> CacheCheck:
             else:
                 header = read_header(frame.whole[:PAGE_BYTES])
                 key = header.key if header is not None else b""
-                cause = check_frame(frame, key=key, fingerprint=superblock.fingerprint)
+                cause = unseal(frame, frame, Identity(key, superblock.fingerprint))
             if cause is None:
                 check.num_good += 1
             else:

@@ -45,32 +45,40 @@ class Victim:
     next_use_s: float
 
 
-class CostTable:
-    """Measured rates, corrected by each observation: `weight` of the new rate, the rest of the old."""
+_NUM_OBSERVED = 9
 
-    def __init__(self, rates: dict[Rate, float], *, weight: float = 0.1, margin: float = 1.25) -> None:
-        """`margin`: how many times cheaper than recomputing a tier must be to be used, as both are estimates.
+
+class CostTable:
+    """Measured rates. One that is observed is the middle one of its latest observations and what was measured before."""
+
+    def __init__(self, rates: dict[Rate, float], *, block_s: float = 0.0, margin: float = 1.25) -> None:
+        """`block_s`: seconds that a block's way out and back takes beside the moving of its bytes.
+
+        `margin`: how many times cheaper than recomputing a tier must be to be used, as both are estimates.
 
         A rate that is not given is not known: then a tier that needs it is not used, and without a prefill rate a
         tier always pays.
         """
         if not all(rate > 0 for rate in rates.values()):
             raise ValueError(f"rates are above 0: {rates}")
-        if not 0 < weight <= 1 or margin < 1:
-            raise ValueError(f"weight {weight} is in (0, 1], margin {margin} at least 1")
+        if margin < 1 or block_s < 0:
+            raise ValueError(f"margin {margin} is at least 1, block_s {block_s} at least 0")
         self.rates = dict(rates)
-        self._weight = weight
+        self.block_s = block_s
+        self._observed = {rate: deque([value], maxlen=_NUM_OBSERVED) for rate, value in rates.items()}
         self._margin = margin
 
     def observe(self, rate: Rate, *, amount: float, seconds: float) -> None:
-        """Take in that `amount` tokens or bytes took `seconds`; what was too short to time changes nothing."""
+        """Take in that `amount` tokens or bytes took `seconds`; of an even number of observations the faster one counts.
+
+        What was too short to time changes nothing.
+        """
         if amount <= 0 or seconds <= 0:
             return
-        new = amount / seconds
-        old = self.rates.get(rate, new)
-        # In seconds per unit, which is what adds up over a run: one stalled transfer must not hide behind many fast
-        # ones.
-        self.rates[rate] = 1 / ((1 - self._weight) / old + self._weight / new)
+        observed = self._observed.setdefault(rate, deque(maxlen=_NUM_OBSERVED))
+        observed.append(amount / seconds)
+        # A run's first steps are slow, and now and then any one is.
+        self.rates[rate] = sorted(observed)[len(observed) // 2]
 
     def recompute_s(self, num_tokens: int) -> float:
         rate = self.rates.get(Rate.PREFILL)
@@ -78,33 +86,43 @@ class CostTable:
 
     def host_s(self, num_bytes: int) -> float:
         """Seconds to copy a block out and in again."""
-        return self._seconds(num_bytes, Rate.COPY_OUT, Rate.COPY_IN)
+        return self.block_s + self._seconds(num_bytes, Rate.COPY_OUT, Rate.COPY_IN)
 
     def disk_s(self, num_bytes: int) -> float:
         """Seconds to copy out, write, read and copy in again."""
-        return self._seconds(num_bytes, Rate.COPY_OUT, Rate.DISK_WRITE, Rate.DISK_READ, Rate.COPY_IN)
+        return self.block_s + self._seconds(num_bytes, Rate.COPY_OUT, Rate.DISK_WRITE, Rate.DISK_READ, Rate.COPY_IN)
 
     def decide(self, victim: Victim, *, has_host: bool, has_disk: bool) -> Decision:
         """The cheapest of the places there are; DROP where none pays; WAIT where it is needed before it could be
         back.
         """
-        if victim.next_use_s == float("inf"):
+        if victim.next_use_s == float("inf") or not self.pays(
+            victim.block_bytes, victim.recompute_tokens, has_host=has_host, has_disk=has_disk
+        ):
             return Decision.DROP
-        choices: list[tuple[float, Decision]] = []
-        if has_host:
-            choices.append((self.host_s(victim.block_bytes), Decision.HOST))
-        if has_disk:
-            choices.append((self.disk_s(victim.block_bytes), Decision.DISK))
-        seconds, decision = min(choices, key=lambda choice: choice[0], default=(float("inf"), Decision.DROP))
-        if seconds == float("inf") or seconds * self._margin > self.recompute_s(victim.recompute_tokens):
-            return Decision.DROP
-        return Decision.WAIT if victim.next_use_s < seconds else decision
+        host_s = self.host_s(victim.block_bytes) if has_host else float("inf")
+        disk_s = self.disk_s(victim.block_bytes) if has_disk else float("inf")
+        if victim.next_use_s < min(host_s, disk_s):
+            return Decision.WAIT
+        return Decision.HOST if host_s <= disk_s else Decision.DISK
+
+    def pays(self, block_bytes: int, recompute_tokens: int, *, has_host: bool, has_disk: bool) -> bool:
+        """Whether one of the places there are is cheaper than computing a block again, whenever it is needed."""
+        host_s = self.host_s(block_bytes) if has_host else float("inf")
+        seconds = min(host_s, self.disk_s(block_bytes)) if has_disk else host_s
+        return seconds != float("inf") and seconds * self._margin <= self.recompute_s(recompute_tokens)
 
     def _seconds(self, num_bytes: int, *rates: Rate) -> float:
-        return sum(num_bytes / self.rates[rate] if rate in self.rates else float("inf") for rate in rates)
+        seconds = 0.0
+        for rate in rates:
+            per_s = self.rates.get(rate)
+            if per_s is None:
+                return float("inf")
+            seconds += num_bytes / per_s
+        return seconds
 
 
-def measure_copy(*, block_bytes: int, seconds: float = 0.2) -> float:
+def measure_copy(*, block_bytes: int, seconds: float = 0.1) -> float:
     """Bytes per second of copying blocks between places in memory too far apart to be cached."""
     num_blocks = max(2, min(256, (64 << 20) // block_bytes))
     frames = Frames(num_frames=num_blocks, block_bytes=block_bytes)

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchllm.storage.disk_io import IoThread, Request, SlotScan
+from batchllm.storage.disk_io import IoThread, Request
 from batchllm.storage.frame import CopyChecksum, Frame, Header, copy_checksum, frame_stride
 from batchllm.storage.ring import open_queue
+from batchllm.storage.slot_scan import SlotScan
 from batchllm.storage.store_file import open_store_file, slot_offset
 from batchllm.storage.submission import SubmissionQueue
 from batchllm.storage.tier import MissCause, Outcome, TierCounters, Transfer, TransferKind, payload_view

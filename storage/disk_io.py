@@ -1,8 +1,8 @@
 """The I/O thread of a disk tier: it alone touches the queue, and everything it is given stays its own until it
 reports it.
 
-For a store it checks the bytes in, writes header and payload as one operation and reports the end; for a load it
-reads the frame, and reports bytes only if header and checksum have proved that these are the ones asked for.
+For a store it seals the frame, writes header and payload as one operation and reports the end; for a load it reads
+the frame, and reports bytes only if the seal has proved that these are the ones asked for (`storage/seal`).
 What does not lie in a frame of the caller's goes through a bounce frame of the thread's own, so cached blocks and I/O
 never compete for memory.
 """
@@ -16,20 +16,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from batchllm.storage.frame import (
-    PAGE_BYTES,
-    CopyChecksum,
-    Frame,
-    Frames,
-    Header,
-    checksum,
-    read_header,
-    write_header,
-)
+from batchllm.storage.frame import PAGE_BYTES, CopyChecksum, Frame, Frames
+from batchllm.storage.seal import Identity, seal, unseal
+from batchllm.storage.slot_scan import SlotScan, read_headers
 from batchllm.storage.submission import Completion, Operation, SubmissionQueue
-from batchllm.storage.tier import MissCause, Outcome, Transfer, TransferKind, payload_view
+from batchllm.storage.tier import MissCause, Outcome, Transfer, TransferKind
 
 log = logging.getLogger("batchllm.storage")
 
@@ -54,14 +47,6 @@ class Request:
     outcome: Outcome | None = None
     cause: MissCause | None = None
     errno: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class SlotScan:
-    """The headers of a file's slots, read once before anything else. `headers` holds those that check out, by slot."""
-
-    num_slots: int
-    headers: dict[int, Header] = field(default_factory=dict)
 
 
 class IoThread:
@@ -155,7 +140,7 @@ class IoThread:
         try:
             self._queue = self._open_queue()
             if self._scan is not None:
-                self._read_headers(self._scan)
+                read_headers(self._scan, self._queue, self._bounce, depth=self._depth)
             self._ready.set()
             self._serve(self._queue)
         except Exception as error:
@@ -251,20 +236,14 @@ class IoThread:
             request.frame = self._bounce.take()
             assert request.frame is not None, "there are as many bounce frames as requests in flight and landed"
         if request.transfer.kind is TransferKind.STORE:
-            payload = request.frame.payload
-            if not isinstance(request.buffer, Frame):
-                view = payload_view(request.buffer, block_bytes=payload.nbytes)
-                request.frame.payload_checksum = self._copy_checksum(source=view, target=payload)
-            known = request.frame.payload_checksum
-            header = Header(
-                request.transfer.key,
-                self._fingerprint,
-                payload.nbytes,
-                checksum(payload) if known is None else known,
-                request.generation,
-                self._clock(),
+            seal(
+                request.frame,
+                request.buffer,
+                Identity(request.transfer.key, self._fingerprint),
+                generation=request.generation,
+                written_s=self._clock(),
+                copy_checksum=self._copy_checksum,
             )
-            write_header(request.frame.whole[:PAGE_BYTES], header)
 
     def _submit(self, submissions: SubmissionQueue, request: Request) -> bool:
         """Whether to go on submitting: not after a refusal, which asks to reap completions first."""
@@ -334,24 +313,12 @@ class IoThread:
         if request.transfer.kind is TransferKind.STORE:
             self._finish(request, Outcome.DONE)
             return
-        cause = self._check(request, request.frame)
+        identity = Identity(request.transfer.key, self._fingerprint)
+        cause = unseal(request.frame, request.buffer, identity, copy_checksum=self._copy_checksum)
         if cause is None:
             self._finish(request, Outcome.DONE)
         else:
             self._finish(request, Outcome.CORRUPT, cause=cause)
-
-    def _check(self, request: Request, frame: Frame) -> MissCause | None:
-        """Why a frame read from disk is not the block asked for; None where it is, and lies in the caller's buffer."""
-        header = check_header(frame, key=request.transfer.key, fingerprint=self._fingerprint)
-        if isinstance(header, MissCause):
-            return header
-        if isinstance(request.buffer, Frame):
-            value = checksum(frame.payload)
-        else:
-            # Summed on the way: of damaged bytes the caller is told that they are none.
-            view = payload_view(request.buffer, block_bytes=frame.payload.nbytes)
-            value = self._copy_checksum(source=frame.payload, target=view)
-        return None if value == header.payload_checksum else MissCause.CHECKSUM
 
     def _finish_io_error(self, request: Request, code: int) -> None:
         cause = MissCause.IO_ERROR if request.transfer.kind is TransferKind.LOAD else None
@@ -363,52 +330,3 @@ class IoThread:
         request.frame = None
         request.cause, request.errno, request.outcome = cause, code, outcome
         self.finished.put(request)
-
-    def _read_headers(self, scan: SlotScan) -> None:
-        """Read every slot's header page, `depth` at a time. What cannot be read is a free slot."""
-        assert self._queue is not None
-        slots = iter(range(scan.num_slots))
-        reading: dict[int, tuple[int, Frame]] = {}
-        while True:
-            while len(reading) < self._depth and (frame := self._bounce.take()) is not None:
-                slot = next(slots, None)
-                if slot is None or not self._submit_header(slot, frame):
-                    self._bounce.give_back(frame)
-                    break
-                reading[slot + 1] = (slot, frame)
-            if not reading:
-                return
-            for completion in self._queue.wait():
-                slot, frame = reading.pop(completion.tag)
-                if completion.result >= PAGE_BYTES and (header := read_header(frame.whole[:PAGE_BYTES])) is not None:
-                    scan.headers[slot] = header
-                self._bounce.give_back(frame)
-
-    def _submit_header(self, slot: int, frame: Frame) -> bool:
-        assert self._queue is not None
-        offset = PAGE_BYTES + slot * self._stride
-        page = frame.whole[:PAGE_BYTES]
-        try:
-            self._queue.submit(Operation(tag=slot + 1, is_write=False, view=page, address=frame.address, offset=offset))
-        except OSError as error:
-            log.warning("slot %d cannot be read (%s): taken as free", slot, error)
-            return False
-        return True
-
-
-def check_header(frame: Frame, *, key: bytes, fingerprint: bytes) -> Header | MissCause:
-    """The header of a frame read from disk, or why the frame is not the block asked for."""
-    header = read_header(frame.whole[:PAGE_BYTES])
-    if header is None or header.payload_bytes != frame.payload.nbytes:
-        return MissCause.HEADER
-    if header.fingerprint != fingerprint:
-        return MissCause.OTHER_MODEL
-    return header if header.key == key else MissCause.OTHER_KEY
-
-
-def check_frame(frame: Frame, *, key: bytes, fingerprint: bytes) -> MissCause | None:
-    """Why a frame read from disk is not the block asked for; None where it is."""
-    header = check_header(frame, key=key, fingerprint=fingerprint)
-    if isinstance(header, MissCause):
-        return header
-    return None if header.payload_checksum == checksum(frame.payload) else MissCause.CHECKSUM

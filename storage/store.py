@@ -97,6 +97,8 @@ class TieredStore:
             if keep:
                 self._to_keep.append(key)
             self._end(transfer, Outcome.DONE)
+        elif not self._waiting and self._place(transfer, view):
+            self._forget_if_gone(key)
         else:
             self._waiting.append((transfer, view))
             self._waiting_keys[key] = self._waiting_keys.get(key, 0) + 1
@@ -191,6 +193,16 @@ class TieredStore:
                 break
         finished, self._finished = self._finished, []
         return finished
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no `get` begun now would find anything."""
+        return not self._uses
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether a `poll` would move nothing on and return nothing."""
+        return not self._finished and not self.num_in_flight
 
     @property
     def num_in_flight(self) -> int:

@@ -34,6 +34,15 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
+def tiers_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiers are opened with rates of a machine on which moving a block costs nothing: a tiny model would do without them on any other."""
+    setup = "batchllm.engine.tier_setup"
+    monkeypatch.setattr(f"{setup}.measure_copy", lambda *, block_bytes: 1e15)
+    monkeypatch.setattr(f"{setup}.measure_disk", lambda folder, *, block_bytes: (1e15, 1e15))
+    monkeypatch.setattr(f"{setup}.measure_block_s", lambda: 0.0)
+
+
+@pytest.fixture
 def shared_data() -> Callable[[str], Path]:
     """Path of a public data file that lies beside the project; skips by name where it is absent."""
     root = Path(os.environ.get("BATCHLLM_SHARED", REPOSITORY.parent / "shared")) / "data"

@@ -11,6 +11,8 @@ import pytest
 
 from batchllm import Job, run
 
+pytestmark = pytest.mark.usefixtures("tiers_always_pay")
+
 BLOCK = 8
 TEXTS = [f"the engine reads row {number} and the document below answers it" for number in range(6)]
 ANSWER = {"regex": "[a-z ]{30,50}"}  # text that has one reading in tokens, so that the next prompt has the very tokens

@@ -20,6 +20,7 @@ from batchllm.engine.device_steps import DeviceSteps
 from batchllm.engine.holdings import KvTiers, SchedulerConfig
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.pool import make_pool
+from batchllm.engine.prefill_cost import PrefillCost
 from batchllm.engine.protocols import Store, Vocabulary
 from batchllm.engine.records import Records
 from batchllm.engine.scheduled import ScheduledStep
@@ -30,7 +31,6 @@ from batchllm.engine.transfer import HostMover, TierSetup
 from batchllm.kernels.attention import CHUNK, AttentionPlan
 from batchllm.planner.plan import Plan
 from batchllm.prompt import Completion, SamplingParams
-from batchllm.storage.cost import Rate
 
 _TRANSFER_WAIT_S = 1.0
 """How long a step that can run nothing waits for a block from a tier before it looks again."""
@@ -105,7 +105,9 @@ class Engine:
         self._kv = kv
         self._is_noted = np.zeros(config.max_sequences, dtype=bool)
         self.mover: HostMover | StagedMover | None = None
+        self._prefill_cost: PrefillCost | None = None
         if tiers is not None:
+            self._prefill_cost = PrefillCost(tiers.costs)
             self._stage_end = tiers.reuse.end
             if decoder.device.type == "cpu":
                 self.mover = HostMover(pool=self._kv, store=tiers.store, costs=tiers.costs, counters=tiers.counters)
@@ -328,8 +330,11 @@ class Engine:
                 num_tokens=step.num_decode + tally.num_accepted,
                 seconds=seconds,
             )
-        if self.mover is not None and prefill_rows > step.num_decode:
-            self.mover.costs.observe(Rate.PREFILL, amount=prefill_rows, seconds=tally.model_s)
+        if self._prefill_cost is not None:
+            if prefill_rows > step.num_decode:
+                self._prefill_cost.observe(num_prefill=prefill_rows, seconds=tally.model_s)
+            elif prefill_rows == 0 and num_drafted == 0:
+                self._prefill_cost.plain_s.append(tally.model_s)
         reads = batch.plan.reads_of(step.num_decode + num_drafted)
         metrics.num_steps += 1
         metrics.computed_prompt_tokens += prefill_rows

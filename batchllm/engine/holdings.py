@@ -190,7 +190,7 @@ class Holdings:
 
     def take_restored(self, timeout_s: float) -> None:
         """Sequences whose blocks have come from the tiers can run, and the tree shares what they brought."""
-        if self.offload is None:
+        if self.offload is None or not self.offload.may_be_moving:
             return
         for slot, num_tokens in self.offload.poll(timeout_s):
             before = int(self.cached_tokens[slot])

@@ -91,6 +91,10 @@ class SoonestUseFirst:
     def discard(self, node: int) -> None:
         self._live.pop(node, None)
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._live
+
     def pop_until(self, last: int, use_of: Callable[[int], int]) -> list[tuple[int, int]]:
         """Take out the nodes with next uses up to `last`, soonest first: (node, next use). `use_of` gives those of now."""
         due: list[tuple[int, int]] = []

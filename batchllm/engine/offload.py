@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from batchllm.engine.blocks import BlockPool
+from batchllm.engine.blocks import BlockPool, num_blocks_for
 from batchllm.engine.node_order import SoonestUseFirst
 from batchllm.planner.tree import PrefixTree
 from batchllm.storage.keys import block_key
@@ -53,11 +53,22 @@ class StageReuse:
 class BlockMover(Protocol):
     """Moves the bytes of pool blocks to and from the tiers (`batchllm.engine.transfer`)."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no load begun now would find anything."""
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is under way and a `poll` would return nothing."""
+
     def contains(self, key: bytes) -> bool:
         """Whether a load begun now would find the block."""
 
+    def pays(self, num_blocks: int, *, recompute_tokens: int) -> bool:
+        """Whether saving blocks is cheaper than computing the `recompute_tokens` tokens of each again; if not, they are counted as let go."""
+
     def save(self, key: bytes, block: int, *, next_use: float, recompute_tokens: int, keep: bool) -> bool:
-        """Keeps a block's bytes if that pays. False: the block must not change before `poll` says it is released."""
+        """Keeps a block's bytes. False: the block must not change before `poll` says it is released."""
 
     def load(self, key: bytes, block: int) -> int:
         """Begins to fill a block; returns a ticket."""
@@ -113,6 +124,8 @@ class Offload:
         self._reuse = reuse
         self.num_pinned = 0
         """Blocks that the mover has not copied out of the pool yet."""
+        self.may_be_moving = True
+        """Whether a `poll` may have something to do: each step asks, and mostly nothing was given to the mover, by earlier stages either."""
         self._mover = mover
         self._root = root
         self._tree = tree
@@ -124,24 +137,36 @@ class Offload:
         self._restores: dict[int, _Restore] = {}
         self._slot_of_ticket: dict[int, int] = {}
         self._arriving: set[bytes] = set()
+        self._finds_more = persist or reuse.is_continued or not mover.is_empty
+        """Whether the tiers may hold more than what waiting sequences and nodes left there in this stage."""
 
     @property
     def num_restoring(self) -> int:
         return len(self._restores)
 
-    def save_node(
-        self, path: list[int], *, blocks: list[int], tail: int, tokens: np.ndarray, next_use: int, last_use: bool
-    ) -> None:
-        """The tree lets go of the last node of `path`: keep what will be needed, or what a later run may need (`last_use`)."""
-        node = path[-1]
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether there is something to bring near, now or later."""
+        return not self._far_nodes.is_empty
+
+    def note_release(self, node: int, *, num_blocks: int, last_use: bool) -> bool:
+        """The tree lets go of `node`, after its `last_use` or before: whether `save_node` is to be called with its `num_blocks` blocks."""
         if last_use:
             saved = self._saved_nodes.pop(node, ())
             self._far_nodes.discard(node)
             if not self.persist and not self._reuse.is_continued:
                 for key in saved:
+                    self.may_be_moving = True
                     self._mover.drop(key)
                 self._node_keys.pop(node, None)
-                return
+                return False
+        return self.persist or self._pays(num_blocks)
+
+    def save_node(
+        self, path: list[int], *, blocks: list[int], tail: int, tokens: np.ndarray, next_use: int, last_use: bool
+    ) -> None:
+        """The tree lets go of the last node of `path`, and it is worth keeping (`note_release`): for this run, or for others (`last_use`)."""
+        node = path[-1]
         size, end = self._block_size, int(self._tree.end[node])
         keys = self._keys(path, tokens, end)[int(self._tree.start[node]) // size :]
         held = [*blocks]
@@ -163,8 +188,10 @@ class Offload:
     def save_sequence(self, path: list[int], *, tokens: np.ndarray, blocks: np.ndarray, position: int) -> None:
         """A preempted sequence's own KV: `tokens` are those computed, `blocks` all its blocks. What nodes own is theirs to save."""
         size = self._block_size
-        keys = self._keys(path, tokens, tokens.size)
         first = (int(self._tree.end[path[-1]]) if path else 0) // size
+        if not self._pays(num_blocks_for(tokens.size, size) - first):
+            return
+        keys = self._keys(path, tokens, tokens.size)
         for number in range(first, tokens.size // size):
             self._save(keys[number], int(blocks[number]), next_use=self._use_at(position, number), keep=False)
         if tokens.size % size:
@@ -174,9 +201,9 @@ class Offload:
 
     def save_finished(self, path: list[int], *, tokens: np.ndarray, blocks: np.ndarray, position: int) -> None:
         """A sequence is done, and the next stage may go on with its `tokens`, those computed: its whole blocks are kept for it."""
-        if not self._reuse.is_continued:
-            return
         num_shared = (int(self._tree.end[path[-1]]) if path else 0) // self._block_size
+        if not self._reuse.is_continued or not self._pays(tokens.size // self._block_size - num_shared):
+            return
         for number, key in enumerate(self._keys(path, tokens, tokens.size)):
             if number >= num_shared or not self._mover.contains(key):
                 use = self._next_stage_use(position, number)
@@ -189,6 +216,8 @@ class Offload:
     def find(self, path: list[int], *, tokens: np.ndarray, saved_tokens: int, num_blocks: int) -> Restorable:
         """What of a sequence lies in the tiers, behind its first `num_blocks` blocks. `saved_tokens`: as in `WaitingSequence`."""
         size = self._block_size
+        if not (saved_tokens or self._finds_more or any(node in self._saved_nodes for node in path)):
+            return Restorable([], num_blocks * size)  # nothing of it was saved: naming its blocks would find nothing
         shared_end = int(self._tree.end[path[-1]]) if path else 0
         keys = self._keys(path, tokens, max(shared_end, saved_tokens))
         stop = num_blocks
@@ -210,6 +239,7 @@ class Offload:
         """Loads into `blocks`, one for each key."""
         restore = _Restore(blocks_before, restorable, loaded=[None] * len(restorable.keys))
         self._restores[slot] = restore
+        self.may_be_moving = True
         for number, key in enumerate(restorable.keys):
             ticket = self._mover.load(key, int(blocks[number]))
             restore.tickets[ticket] = number
@@ -219,6 +249,7 @@ class Offload:
     def poll(self, timeout_s: float) -> list[tuple[int, int]]:
         """Sequences whose loads have ended: (slot, tokens that are there, without a gap). A bad block is a miss: computed again."""
         ended, released = self._mover.poll(timeout_s)
+        self.may_be_moving = not self._mover.is_quiet
         for block in released:
             # One at a time: a block may have been pinned twice, under two keys.
             self._pool.release(np.array([block], dtype=np.int32))
@@ -239,6 +270,7 @@ class Offload:
     def prefetch(self, use_of: Callable[[int], int], *, position: int) -> None:
         """Brings near what is needed soon after plan position `position`. `use_of`: a node's next use, as seen from there."""
         for node, next_use in self._far_nodes.pop_until(position + _PREFETCH_POSITIONS, use_of):
+            self.may_be_moving = True
             first = int(self._tree.start[node]) // self._block_size
             for number, key in enumerate(self._saved_nodes[node], start=first):
                 self._mover.prefetch(key, self._use_at(next_use, number))
@@ -253,7 +285,11 @@ class Offload:
     def _next_stage_use(self, position: int, number: int) -> float:
         return self._reuse.end + position + number / _MOST_BLOCKS
 
+    def _pays(self, num_blocks: int) -> bool:
+        return self._mover.pays(num_blocks, recompute_tokens=self._block_size)
+
     def _save(self, key: bytes, block: int, *, next_use: float, keep: bool) -> None:
+        self.may_be_moving = True
         if not self._mover.save(key, block, next_use=next_use, recompute_tokens=self._block_size, keep=keep):
             self.num_pinned += 1
             self._pool.share(np.array([block], dtype=np.int32))

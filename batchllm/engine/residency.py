@@ -184,7 +184,7 @@ class TreeResidency:
 
     def prefetch(self, position: int) -> None:
         """Brings near what left the pool and is needed soon after plan position `position`."""
-        if self._offload is not None:
+        if self._offload is not None and self._offload.can_prefetch:
             self._offload.prefetch(lambda node: self._next_uses.of(node, position), position=position)
 
     def _is_idle(self, node: int) -> bool:
@@ -203,7 +203,11 @@ class TreeResidency:
         if resident is None:
             return
         self._order.discard(node)
-        if self._offload is not None and resident.tokens is not None:
+        if (
+            self._offload is not None
+            and resident.tokens is not None
+            and self._offload.note_release(node, num_blocks=resident.num_written, last_use=next_use is None)
+        ):
             self._offload.save_node(
                 self._path_to(node),
                 blocks=resident.blocks[: resident.num_written],

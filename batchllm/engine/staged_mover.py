@@ -62,16 +62,25 @@ class StagedMover:
         self._loading: list[_Loading] = []
         self._ended: list[tuple[int, bool]] = []
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._saving and self.store.is_empty
+
+    @property
+    def is_quiet(self) -> bool:
+        return not (self._saving or self._putting or self._loading or self._ended) and self.store.is_quiet
+
     def contains(self, key: bytes) -> bool:
         return key in self._saving or self.store.contains(key)
 
-    def save(self, key: bytes, block: int, *, next_use: float, recompute_tokens: int, keep: bool) -> bool:
-        worth = is_worth_saving(
+    def pays(self, num_blocks: int, *, recompute_tokens: int) -> bool:
+        pays = is_worth_saving(
             self.store, self.costs, block_bytes=self._copies.block_bytes, recompute_tokens=recompute_tokens
         )
-        if not keep and not worth:
-            self.counters.num_not_worth += 1
-            return True
+        self.counters.num_not_worth += 0 if pays else num_blocks
+        return pays
+
+    def save(self, key: bytes, block: int, *, next_use: float, recompute_tokens: int, keep: bool) -> bool:
         self.counters.num_saved += 1
         self._settle(key)
         slot = self._take_slot()

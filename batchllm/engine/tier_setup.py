@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from batchllm.engine.bookkeeping import measure_block_s
 from batchllm.engine.sizing import Auto, available_memory_bytes
 from batchllm.engine.transfer import TierSetup, choose_by_cost
 from batchllm.errors import JobError
@@ -72,7 +73,7 @@ def open_tiers(
             raise JobError(f"engine.kv.disk: {error}") from None
         # A rate of 0 means that the disk took nothing: without a rate the cost table leaves the tier alone.
         rates |= {rate: value for rate, value in ((Rate.DISK_WRITE, write), (Rate.DISK_READ, read)) if value > 0}
-    costs = CostTable(rates)
+    costs = CostTable(rates, block_s=measure_block_s())
     num_slots = host_slots(request.host_bytes, block_bytes=block_bytes, most_blocks=most_blocks)
     host = HostTier(
         num_slots=min(num_slots, most_blocks),  # slots that the batch cannot fill would only take time to make

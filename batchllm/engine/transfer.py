@@ -57,14 +57,23 @@ class HostMover:
         self._ended: list[tuple[int, bool]] = []
         self._released: list[int] = []
 
+    @property
+    def is_empty(self) -> bool:
+        return self.store.is_empty
+
+    @property
+    def is_quiet(self) -> bool:
+        return not (self._held or self._ended or self._released) and self.store.is_quiet
+
     def contains(self, key: bytes) -> bool:
         return self.store.contains(key)
 
+    def pays(self, num_blocks: int, *, recompute_tokens: int) -> bool:
+        pays = is_worth_saving(self.store, self.costs, block_bytes=self._stride, recompute_tokens=recompute_tokens)
+        self.counters.num_not_worth += 0 if pays else num_blocks
+        return pays
+
     def save(self, key: bytes, block: int, *, next_use: float, recompute_tokens: int, keep: bool) -> bool:
-        worth = is_worth_saving(self.store, self.costs, block_bytes=self._stride, recompute_tokens=recompute_tokens)
-        if not keep and not worth:
-            self.counters.num_not_worth += 1
-            return True
         self.counters.num_saved += 1
         transfer = self.store.put(
             key, self._view(block), next_use=next_use, recompute_tokens=recompute_tokens, keep=keep
@@ -142,12 +151,13 @@ class HostMover:
 
 def is_worth_saving(store: TieredStore, costs: CostTable, *, block_bytes: int, recompute_tokens: int) -> bool:
     """Whether a tier is worth it. The order of next uses, not their distance in seconds, says who waits for whom."""
-    victim = Victim(block_bytes=block_bytes, recompute_tokens=recompute_tokens, next_use_s=1e9)
     host, disk = store.host, store.disk
-    decision = costs.decide(
-        victim, has_host=host is not None and host.num_slots > 0, has_disk=disk is not None and disk.num_slots > 0
+    return costs.pays(
+        block_bytes,
+        recompute_tokens,
+        has_host=host is not None and host.num_slots > 0,
+        has_disk=disk is not None and disk.num_slots > 0,
     )
-    return decision is not Decision.DROP
 
 
 def choose_by_cost(costs: CostTable, *, block_bytes: int, recompute_tokens: int) -> Decision:

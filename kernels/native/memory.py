@@ -47,12 +47,13 @@ def find_memory(tensor: torch.Tensor, *, num_bytes: int) -> bool:
     start = tensor.untyped_storage().data_ptr()
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = start + min(num_bytes, tensor.untyped_storage().nbytes())
-    pieces = [
-        (at, (min(at + _PIECE_BYTES, stop) - at) // mmap.PAGESIZE * mmap.PAGESIZE)
-        for at in range(first, stop, _PIECE_BYTES)
-    ]
+
+    def find(at: int) -> bool:
+        num_bytes = min(at + _PIECE_BYTES, stop) - at
+        return _madvise(at, num_bytes // mmap.PAGESIZE * mmap.PAGESIZE, _MADV_POPULATE_WRITE)
+
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="memory") as threads:
-        return all(threads.map(lambda piece: _madvise(*piece, _MADV_POPULATE_WRITE), pieces))
+        return all(threads.map(find, range(first, stop, _PIECE_BYTES)))
 
 
 def _madvise(address: int, num_bytes: int, advice: int) -> bool:

@@ -17,6 +17,8 @@ from batchllm.kernels.attention import AttentionPlan
 from batchllm.ops import REFERENCE, Kernels
 from batchllm.prompt import SamplingParams
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # disk_weather
+
 
 @dataclass(frozen=True)
 class StubConfig:

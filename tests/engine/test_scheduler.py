@@ -53,8 +53,19 @@ class SymbolicMover:
     def contents(self, block: int) -> list[tuple[int, ...] | None]:
         return [self.slots.get(block * self.block_size + offset) for offset in range(self.block_size)]
 
+    @property
+    def is_empty(self) -> bool:
+        return not self.kept
+
+    @property
+    def is_quiet(self) -> bool:
+        return not self.loads and not self.pinned
+
     def contains(self, key: bytes) -> bool:
         return key in self.kept
+
+    def pays(self, num_blocks: int, *, recompute_tokens: int) -> bool:
+        return bool(self.random.random() > 0.1)
 
     def save(self, key: bytes, block: int, *, next_use: float, recompute_tokens: int, keep: bool) -> bool:
         if self.random.random() < 0.1:
@@ -469,6 +480,7 @@ def test_shared_blocks_that_left_the_pool_come_back_instead_of_being_computed(tm
         mover = SymbolicMover(seed=1) if with_tiers else None
         if mover is not None:
             mover.save = _reliable_save(mover)  # type: ignore[method-assign]
+            mover.pays = lambda num_blocks, *, recompute_tokens: True  # type: ignore[method-assign]
         folder = tmp_path / str(with_tiers)
         folder.mkdir()
         runner = machine(

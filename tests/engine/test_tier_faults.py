@@ -5,25 +5,23 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from disk_weather import Weather, open_in
 
 from batchllm.storage.cache import list_caches
-from batchllm.storage.ring import open_queue
 from batchllm.storage.store_file import cache_path
-from batchllm.storage.submission import Completion, Operation, SubmissionQueue
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
@@ -42,61 +40,11 @@ def cold(tier_job: ModuleType, decoder: Any) -> dict[int, Any]:
     return rows
 
 
-class FaultyQueue:
-    """A real queue: completions come late and out of order, and by chance a read or write fails or is cut short."""
-
-    name = "faulty"
-
-    def __init__(
-        self, inner: SubmissionQueue, *, delay_s: float = 0.0, fail: float = 0.0, shorten: float = 0.0
-    ) -> None:
-        self._inner = inner
-        self._delay_s, self._fail, self._shorten = delay_s, fail, shorten
-        self._random = random.Random(4)
-        self._made_up: list[Completion] = []
-
-    def submit(self, operation: Operation) -> None:
-        draw = self._random.random()
-        if draw < self._fail:
-            code = self._random.choice([errno.EIO, errno.ENOSPC if operation.is_write else errno.EIO])
-            self._made_up.append(Completion(operation.tag, -code))
-            self._inner.wake()
-        elif draw < self._fail + self._shorten and operation.view.nbytes > 4096:
-            self._inner.submit(operation._replace(view=operation.view[:4096]))
-        else:
-            self._inner.submit(operation)
-
-    def begin(self) -> None:
-        self._inner.begin()
-
-    def wait(self) -> list[Completion]:
-        completions = self._inner.wait() + self._made_up
-        self._made_up = []
-        if self._delay_s:
-            time.sleep(self._random.uniform(0, self._delay_s))
-            self._random.shuffle(completions)
-        return completions
-
-    def wake(self) -> None:
-        self._inner.wake()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def faulty(**faults: float) -> Callable[[int, int], tuple[SubmissionQueue, str]]:
-    def open_submissions(file_descriptor: int, depth: int) -> tuple[SubmissionQueue, str]:
-        inner, note = open_queue(file_descriptor, depth)
-        return FaultyQueue(inner, **faults), note
-
-    return open_submissions
-
-
 def test_documents_that_went_through_the_disk_answer_as_if_they_had_not(
     tier_job: ModuleType, decoder: Any, cold: dict[int, Any], tmp_path: Path
 ) -> None:
     # Host memory holds less than two of the four documents.
-    tiers = tier_job.Tiers(host=15, disk=200, folder=tmp_path, open_submissions=faulty(delay_s=0.02))
+    tiers = tier_job.Tiers(host=15, disk=200, folder=tmp_path, open_submissions=open_in(Weather(delay_s=0.02)))
     ran = tier_job.run(decoder, tiers)
     assert ran.rows == cold
     assert ran.restored_tokens > 100 and ran.num_disk_hits > 10 and ran.num_load_misses == 0
@@ -106,7 +54,7 @@ def test_documents_that_went_through_the_disk_answer_as_if_they_had_not(
 def test_reads_and_writes_that_fail_or_fall_short_cost_time_and_no_row(
     tier_job: ModuleType, decoder: Any, cold: dict[int, Any], tmp_path: Path, host: int
 ) -> None:
-    faults = faulty(delay_s=0.002, fail=0.2, shorten=0.3)
+    faults = open_in(Weather(delay_s=0.002, read_errors=0.2, write_errors=0.2, shorten=0.3))
     ran = tier_job.run(decoder, tier_job.Tiers(host=host, disk=200, folder=tmp_path, open_submissions=faults))
     assert ran.rows == cold
 

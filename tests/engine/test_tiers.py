@@ -24,6 +24,8 @@ from batchllm.planner.plan import make_plan
 from batchllm.prompt import Completion, SamplingParams
 from batchllm.storage.keys import KeyScope
 
+pytestmark = pytest.mark.usefixtures("tiers_always_pay")
+
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:

@@ -22,6 +22,7 @@ def _load(name: str) -> None:
     spec.loader.exec_module(module)
 
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # disk_weather
 _load("store_weather")
 
 

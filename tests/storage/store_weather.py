@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import errno
-import random
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from disk_weather import Weather, open_in
 
 from batchllm.storage.cost import Decision
 from batchllm.storage.disk import DiskOptions, DiskTier
 from batchllm.storage.host import HostTier
 from batchllm.storage.policy import NextUsePolicy, Policy
-from batchllm.storage.ring import open_queue
 from batchllm.storage.store import TieredStore
-from batchllm.storage.submission import Completion, Operation, SubmissionQueue
 from batchllm.storage.tier import Outcome, Transfer
 
 BLOCK_BYTES = 5000
@@ -33,55 +29,6 @@ def key(number: int) -> bytes:
 
 
 BLOCKS = [np.random.default_rng(number).integers(0, 256, BLOCK_BYTES, dtype=np.uint8) for number in range(64)]
-
-
-@dataclass
-class Weather:
-    """What goes wrong with the disk by chance: seconds completions are held, shares of reads and writes that fail."""
-
-    delay_s: float = 0.0
-    read_errors: float = 0.0
-    write_errors: float = 0.0
-    is_frozen: bool = False
-
-
-class WeatherQueue:
-    """A real queue in bad weather. While frozen it lets nothing complete."""
-
-    name = "weather"
-
-    def __init__(self, inner: SubmissionQueue, weather: Weather) -> None:
-        self._inner = inner
-        self._weather = weather
-        self._random = random.Random(0)
-        self._made_up: list[Completion] = []
-
-    def submit(self, operation: Operation) -> None:
-        share = self._weather.write_errors if operation.is_write else self._weather.read_errors
-        if self._random.random() < share:
-            self._made_up.append(Completion(operation.tag, -errno.ENOSPC if operation.is_write else -errno.EIO))
-            self._inner.wake()
-        else:
-            self._inner.submit(operation)
-
-    def begin(self) -> None:
-        self._inner.begin()
-
-    def wait(self) -> list[Completion]:
-        completions = self._inner.wait() + self._made_up
-        self._made_up = []
-        while self._weather.is_frozen:
-            time.sleep(0.002)
-        if self._weather.delay_s:
-            time.sleep(self._random.uniform(0, self._weather.delay_s))
-            self._random.shuffle(completions)
-        return completions
-
-    def wake(self) -> None:
-        self._inner.wake()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 @contextmanager
@@ -97,11 +44,6 @@ def open_store(
 ) -> Iterator[TieredStore]:
     """A store over new tiers, closed and checked at the end. `folder`: keep the disk file there."""
     scratch = folder or Path(tempfile.mkdtemp())
-
-    def open_submissions(file_descriptor: int, depth: int) -> tuple[SubmissionQueue, str]:
-        inner, note = open_queue(file_descriptor, depth)
-        return WeatherQueue(inner, weather or Weather()), note
-
     host = disk = None
     if host_slots is not None:
         spare = num_spare if disk_slots is not None else 0
@@ -113,7 +55,7 @@ def open_store(
             block_bytes=BLOCK_BYTES,
             num_slots=disk_slots,
             options=DiskOptions(persist=folder is not None, depth=4, retry_after_s=0.001, max_retry_after_s=0.01),
-            open_submissions=open_submissions,
+            open_submissions=open_in(weather or Weather()),
         )
     store = TieredStore(host=host, disk=disk, make_policy=make_policy, choose=choose)
     try:

@@ -57,19 +57,32 @@ def test_an_unknown_rate_rules_its_tier_out() -> None:
     assert table.decide(BLOCK, has_host=True, has_disk=True) is Decision.HOST
 
 
-def test_observations_move_a_rate_towards_what_was_seen() -> None:
-    table = CostTable(RATES, weight=0.5)
-    for _ in range(20):
-        table.observe(Rate.DISK_READ, amount=1e9, seconds=1.0)
-    assert table.rates[Rate.DISK_READ] == pytest.approx(1e9, rel=1e-3)
+def test_a_block_that_costs_more_to_name_and_book_than_to_compute_again_is_dropped() -> None:
+    rates = {**RATES, Rate.PREFILL: 400_000.0}  # 16 tokens in 40 microseconds
+    tiny = Victim(block_bytes=16_384, recompute_tokens=16, next_use_s=10.0)
+    for block_s, expected in ((0.0, Decision.HOST), (20e-6, Decision.HOST), (30e-6, Decision.DROP)):
+        assert CostTable(rates, block_s=block_s).decide(tiny, has_host=True, has_disk=True) is expected
+    assert CostTable(rates, block_s=1e-3).disk_s(2_000_000) == pytest.approx(0.0034)
+
+
+def test_the_middle_one_of_the_latest_observations_counts() -> None:
+    table = CostTable(RATES)
+    for seconds in (1.0, 50.0, 1.0, 2.0, 1.0):
+        table.observe(Rate.DISK_READ, amount=1e9, seconds=seconds)
+    assert table.rates[Rate.DISK_READ] == pytest.approx(1e9)
+    for _ in range(9):
+        table.observe(Rate.DISK_READ, amount=1e9, seconds=4.0)
+    assert table.rates[Rate.DISK_READ] == pytest.approx(0.25e9)
     table.observe(Rate.DISK_READ, amount=0, seconds=1.0)
-    assert table.rates[Rate.DISK_READ] == pytest.approx(1e9, rel=1e-3)
+    assert table.rates[Rate.DISK_READ] == pytest.approx(0.25e9)
 
 
-def test_one_observation_counts_with_its_weight_in_seconds_per_byte() -> None:
-    table = CostTable({Rate.DISK_READ: 2.0}, weight=0.25)
-    table.observe(Rate.DISK_READ, amount=1, seconds=2.0)
-    assert 1 / table.rates[Rate.DISK_READ] == pytest.approx(0.75 * 0.5 + 0.25 * 2.0)
+def test_of_two_observations_the_faster_one_counts_because_first_steps_are_slow() -> None:
+    table = CostTable({})
+    table.observe(Rate.PREFILL, amount=100, seconds=2.0)
+    assert table.rates[Rate.PREFILL] == 50
+    table.observe(Rate.PREFILL, amount=100, seconds=1.0)
+    assert table.rates[Rate.PREFILL] == 100
 
 
 @pytest.mark.parametrize("rates", [{Rate.PREFILL: 0.0}, {Rate.DISK_READ: -1.0}])

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_weather import BLOCK_BYTES, BLOCKS, Finish, Weather, get, in_host, key, on_disk, open_store, put, settle
+from disk_weather import Weather
+from store_weather import BLOCK_BYTES, BLOCKS, Finish, get, in_host, key, on_disk, open_store, put, settle
 
 from batchllm.storage.cost import Decision
 from batchllm.storage.disk import DiskTier

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from store_weather import BLOCKS, Finish, Weather, get, in_host, key, on_disk, open_store, put, settle
+from disk_weather import Weather
+from store_weather import BLOCKS, Finish, get, in_host, key, on_disk, open_store, put, settle
 
 from batchllm.storage.tier import MissCause, Outcome
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from store_weather import BLOCK_BYTES, Finish, Weather, get, in_host, key, on_disk, open_store, put, settle
+from disk_weather import Weather
+from store_weather import BLOCK_BYTES, Finish, get, in_host, key, on_disk, open_store, put, settle
 
 from batchllm.storage.tier import MissCause, Outcome
 

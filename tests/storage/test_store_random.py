@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from disk_weather import Weather
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_weather import BLOCK_BYTES, BLOCKS, Weather, key, open_store, settle
+from store_weather import BLOCK_BYTES, BLOCKS, key, open_store, settle
 
 from batchllm.storage.cost import Decision
 from batchllm.storage.policy import NEVER, LruPolicy, NextUsePolicy
@@ -69,11 +70,15 @@ def test_random_use_in_any_weather_gives_right_bytes_or_misses_and_ends(
             elif action == "next_use":
                 store.set_next_use(key(number), next_use)
             else:
+                was_quiet = store.is_quiet
                 for ended in store.poll(timeout_s=0.005 if action == "wait" else 0.0):
+                    assert not was_quiet, "a quiet store has nothing to tell"
                     if id(ended) in given_out:
                         given_out.pop(id(ended))[1][:] = 0xEE
             store.check_integrity()
+            assert not store.is_empty or not any(store.contains(key(number)) for number in range(12))
         settle(store)
+        assert store.is_quiet
         for transfer, number, into in gets:
             assert transfer.done
             if transfer.outcome is Outcome.DONE:
