@@ -26,9 +26,7 @@ def test_the_plan_of_a_byte_model_is_exact(tmp_path: Path, write_job: WriteJob, 
     assert plan["predicted_total_s"] > 0 and "measurement" in plan["rates_from"]
 
 
-def test_labels_are_expected_to_be_as_long_as_the_longest(
-    tmp_path: Path, write_job: WriteJob, run_cli: Cli
-) -> None:
+def test_labels_are_expected_to_be_as_long_as_the_longest(tmp_path: Path, write_job: WriteJob, run_cli: Cli) -> None:
     output = {"path": "out/{{ date }}", "choice": ["a", "bcd"]}
     job = write_job(tmp_path, [{"text": letter} for letter in "abcd"], output=output)
     plan = json.loads(run_cli("plan", job, "--json").stdout)
