@@ -19,7 +19,17 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import generate_lorem_ipsum
 
-from batchllm.data.template_budget import ITEM, check, checked, new_budget, paid, spend, text_size, turns
+from batchllm.data.template_budget import (
+    ITEM,
+    begin_budget,
+    check,
+    checked,
+    end_budget,
+    paid,
+    spend,
+    text_size,
+    turns,
+)
 from batchllm.data.template_operations import bounded_filters, check_method, check_percent, split
 
 _LOOP_FILTER, _CHECKED_FILTER = " turns", " checked"
@@ -38,8 +48,11 @@ _LOREM = 1600
 
 class _BoundedTemplate(Template):
     def render(self, *arguments: Any, **named: Any) -> str:
-        with new_budget():
+        token = begin_budget()
+        try:
             return super().render(*arguments, **named)
+        finally:
+            end_budget(token)
 
 
 class _BoundedCode(CodeGenerator):
@@ -74,8 +87,10 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """The pieces of an output, a macro or a block as one text."""
-        return "".join(map(paid, pieces))
+        """The pieces of an output, a macro or a block as one text. Turns of loops are paid for, so there are not too many."""
+        texts = list(pieces)
+        spend(sum(map(len, texts)))
+        return "".join(texts)
 
     @staticmethod
     def concat_values(values: tuple[Any, ...]) -> str:

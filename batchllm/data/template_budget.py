@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any
 
 from jinja2.exceptions import SecurityError
@@ -22,7 +21,8 @@ MOST_CPU_S = 10.0
 
 _TURNS_PER_LOOK = 256
 _OTHER = 64
-_CONTAINERS = (list, tuple, dict, set, frozenset, Namespace)
+_SIZED = (list, tuple, dict, set, frozenset)
+_CONTAINERS = (*_SIZED, Namespace)
 
 
 class _Budget:
@@ -43,14 +43,14 @@ class _Budget:
 _current: ContextVar[_Budget | None] = ContextVar("budget", default=None)
 
 
-@contextmanager
-def new_budget() -> Iterator[None]:
-    """A budget for what happens inside. Outside of one, as while a template is compiled, each operation has its own."""
-    token = _current.set(_Budget())
-    try:
-        yield
-    finally:
-        _current.reset(token)
+def begin_budget() -> Token[_Budget | None]:
+    """A new budget for what this thread renders, until `end_budget`. Without one, as while a template is compiled, each operation has its own."""
+    return _current.set(_Budget())
+
+
+def end_budget(token: Token[_Budget | None]) -> None:
+    """What was before `begin_budget` holds again."""
+    _current.reset(token)
 
 
 def spend(characters: int) -> None:
@@ -68,10 +68,8 @@ def paid(value: Any) -> Any:
     """The value, once it is paid for."""
     if isinstance(value, (str, bytes)):
         spend(len(value))
-    elif isinstance(value, _CONTAINERS) and not isinstance(value, Namespace):
-        spend(ITEM * (len(value) + 1))
     else:
-        spend(ITEM)
+        spend(ITEM * (len(value) + 1) if isinstance(value, _SIZED) else ITEM)
     return value
 
 

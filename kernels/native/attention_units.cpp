@@ -12,16 +12,22 @@ namespace batchllm {
 AttentionUnit* attention_units(const AttentionCall& call, int64_t* num_units) {
   const int group = call.num_heads / call.num_kv_heads;
   const auto* items = reinterpret_cast<const WorkItem*>(call.items);
-  auto pieces = [&](const WorkItem& item) { return (int64_t(item.num_rows) * group + kUnitColumns - 1) / kUnitColumns; };
-  int64_t total = 0;
-  for (int64_t i = 0; i < call.num_items; ++i) total += pieces(items[i]) * call.num_kv_heads;
+  auto units_of = [&](int32_t columns) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < call.num_items; ++i)
+      total += (int64_t(items[i].num_rows) * group + columns - 1) / columns * call.num_kv_heads;
+    return total;
+  };
+  // Wide units pack a chunk for more columns, narrow ones are shared out more evenly.
+  const int32_t width = units_of(kUnitColumns) < 16 * num_threads() ? kUnitColumns / 2 : kUnitColumns;
+  const int64_t total = units_of(width);
   auto* units = static_cast<AttentionUnit*>(scratch(kScratchUnits, sizeof(AttentionUnit) * total));
   AttentionUnit* next = units;
   for (int64_t i = 0; i < call.num_items; ++i) {
     const WorkItem& item = items[i];
     const int32_t num_columns = item.num_rows * group;
-    for (int32_t column = 0; column < num_columns; column += kUnitColumns) {
-      const int32_t count = std::min(kUnitColumns, num_columns - column);
+    for (int32_t column = 0; column < num_columns; column += width) {
+      const int32_t count = std::min(width, num_columns - column);
       int32_t last = -1;
       for (int32_t row = column / group; row <= (column + count - 1) / group; ++row)
         last = std::max(last, call.positions[item.row_start + row]);
