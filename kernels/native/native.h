@@ -18,7 +18,6 @@ inline constexpr int kTileColumns = 16;     // attention: (row, head) pairs of o
 inline constexpr int kUnitColumns = 256;    // attention: pairs that read one packed chunk
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kBlockRows = 32;       // linear: rows of one block
-inline constexpr int kMaxGroupTiles = 32;   // linear: tiles of 16 outputs that one end needs together
 
 // Fields as in kernels/attention.py AttentionPlan.
 struct AttentionCall {
@@ -117,7 +116,7 @@ enum BlockKind : int32_t { kQ4_0 = 0, kQ4_1 = 1, kQ8_0 = 2, kNumBlockKinds = 3 }
 // `num_blocks` blocks to float32 or bfloat16, on torch's threads.
 void dequantise(const void* from, void* to, int64_t num_blocks, int kind, int data_type, bool has_avx2);
 
-// Repeats body(state, index) for each index below count on torch's threads; `grain` indexes at least a thread.
+// Of torch's team; 1 where the caller is in a team already.
 int num_threads();
 
 }  // namespace batchllm
