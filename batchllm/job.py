@@ -37,7 +37,8 @@ def parse_size(value: object) -> object:
     if type(value) is int and value > 0:
         return value
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    size_bytes = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    size = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
+    size_bytes = int(size) if size < 2**63 else 0
     if size_bytes <= 0:
         raise ValueError("must be auto or a size such as 2GiB")
     return size_bytes

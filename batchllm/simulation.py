@@ -68,6 +68,8 @@ class Simulation:
 
 def job_workload(job: Job, *, limit: int | None = None, note: Callable[[str], None] = lambda line: None) -> Workload:
     """The job's prompts in the order in which a run takes them. Raises JobError, InputError or ModelError where it could not run."""
+    if job.stages:
+        raise JobError("stages: a job of stages is not simulated; give a job with the prompt of one of them")
     source = resolve_model(job.model, base_folder=job.folder, say=note)
     config = read_config(source)
     settings = job.engine

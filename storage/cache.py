@@ -41,7 +41,7 @@ class CacheCheck:
 
 def list_caches(folder: Path) -> list[CacheFile]:
     """The cache files of a folder, by name; none where there is no such folder. Reads one page for each slot."""
-    return [_describe(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
+    return [_describe(path) for path in sorted(folder.glob(f"*{SUFFIX}")) if path.is_file()]
 
 
 def verify_cache(path: Path) -> CacheCheck:

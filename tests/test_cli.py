@@ -56,6 +56,13 @@ BAD_JOBS: list[tuple[dict[str, Any], int, str]] = [
     ({"sampling": {"max_tokens": 0}}, 2, "sampling.max_tokens: must be at least 1, not 0"),
     ({"input": {"path": "rows.parquet", "sql": "select 1"}}, 2, "needs exactly one of path, sql and openai_batch"),
     ({"prompt": {"template": "{{ text "}}, 2, "not a valid template"),
+    (
+        {"prompt": {"template": "{% for a in b %}" * 25 + "{% endfor %}" * 25}},
+        2,
+        "not a valid template: it is nested too deeply",
+    ),
+    ({"prompt": {"template": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"}}, 2, "not a valid template"),
+    ({"sampling": {"max_tokens": 10**12}}, 2, "sampling.max_tokens: must be at most 1000000000, not 1000000000000"),
     ({"output": {"path": "out/{{ yesterday }}"}}, 2, "{{ yesterday }} is not known here"),
     ({"prompt": {"template": "{{ txt }}"}}, 1, "names column 'txt', which the input lacks; did you mean 'text'?"),
     ({"input": {"keep": ["title"]}}, 1, "the input has no column 'title'; its columns: text"),

@@ -233,7 +233,7 @@ def test_sizes_are_bytes() -> None:
         4096,
         "auto",
     ]
-    for wrong in ("2 apples", "", -1, 0, True, None, "0", 1.5):
+    for wrong in ("2 apples", "", -1, 0, True, None, "0", 1.5, "9" * 400 + "k"):
         with pytest.raises(ValueError, match="auto or a size"):
             parse_size(wrong)
 

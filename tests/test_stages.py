@@ -195,6 +195,10 @@ def test_a_job_file_of_stages_runs_and_a_change_of_one_is_another_job(
             "stages.1.name: two stages are called a",
         ),
         (
+            "[{name: tokens, prompt: {template: x}}, {name: b, prompt: {template: x}}]",
+            "stages.0.name: tokens would make a second column completion_tokens",
+        ),
+        (
             "[{name: a, prompt: {template: x}, sampling: {n: 2}}, {name: b, prompt: {template: x}}]",
             "stages.0.sampling: n above 1 is for the last stage",
         ),

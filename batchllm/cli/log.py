@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from batchllm.cli.saying import say
 from batchllm.errors import BatchLLMError
 
 if TYPE_CHECKING:  # a log is there before the imports that take time
@@ -95,4 +96,4 @@ class JsonLog:
     def _write(self, event: str, fields: Mapping[str, object], *, level: str = "info") -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         record = {"time": now, "level": level, "event": event, "job": self.name, **self._date, **fields}
-        click.echo(json.dumps(record, ensure_ascii=False, default=str), err=True)
+        say(json.dumps(record, ensure_ascii=False, default=str))

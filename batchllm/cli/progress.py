@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-import click
-
 from batchllm.cli.log import JsonLog
+from batchllm.cli.saying import say
 
 if TYPE_CHECKING:  # a view is there before the imports that take time
     from tqdm import tqdm
@@ -68,13 +67,13 @@ class ProgressView:
     def _say(self, text: str) -> None:
         if self._bar is not None:
             self._bar.clear()
-        click.echo(text, err=True)
+        say(text)
 
     def update(self, progress: Progress) -> None:
         """The state of the run; called after each step."""
         if self._quiet:
             return
-        if sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty():
             self._draw(progress)
         elif time.monotonic() >= self._next_line_at or progress.rows_done == progress.rows_total:
             self._next_line_at = time.monotonic() + _LINE_INTERVAL_S

@@ -10,6 +10,7 @@ from typing import get_args
 import click
 
 from batchllm.cli.formats import TableFormat
+from batchllm.cli.output_file import OutputFile
 
 _PROMPT = "sql> "
 
@@ -26,7 +27,7 @@ _PROMPT = "sql> "
     help="How rows are written; parquet needs --output.",
 )
 @click.option("--json", "table_format", flag_value="json", help="The same as --format json.")
-@click.option("--output", "output_file", type=click.Path(path_type=Path, dir_okay=False), help="Write to this file.")
+@click.option("--output", "output_file", type=OutputFile(), help="Write to this file.")
 @click.option("--views", is_flag=True, help="Print the SQL that defines the views, for use without this program.")
 def query(
     arguments: tuple[str, ...],

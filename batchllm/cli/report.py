@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from batchllm.cli.output_file import OutputFile
+
 
 @click.command()
 @click.argument("job_file", type=click.Path(path_type=Path))
@@ -16,7 +18,7 @@ import click
 @click.option("--run", "run_id", metavar="RUN_ID", help="An earlier run of this output folder; default the last.")
 @click.option("--text", "as_text", is_flag=True, help="Print the report instead of writing a page.")
 @click.option("--json", "as_json", is_flag=True, help="Print its figures as JSON instead of writing a page.")
-@click.option("--output", "output_file", type=click.Path(path_type=Path, dir_okay=False), help="Where the page goes.")
+@click.option("--output", "output_file", type=OutputFile(), help="Where the page goes.")
 @click.option("--open", "open_page", is_flag=True, help="Show the page in a browser.")
 def report(
     job_file: Path,

@@ -10,6 +10,7 @@ from typing import Literal
 import click
 
 from batchllm.cli.options import run_options, stop_rules
+from batchllm.cli.output_file import OutputFile
 
 
 @click.command()
@@ -21,13 +22,11 @@ from batchllm.cli.options import run_options, stop_rules
     help="The date that the job sees; default today, or that of the run it resumes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON; nothing else.")
-@click.option(
-    "--summary", "summary_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the summary as JSON here."
-)
+@click.option("--summary", "summary_file", type=OutputFile(), help="Write the summary as JSON here.")
 @click.option(
     "--metrics",
     "metrics_file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputFile(),
     help="Write Prometheus metrics here, for a textfile collector.",
 )
 @click.pass_context

@@ -59,6 +59,8 @@ def _answer_form(value: object) -> Grammar | None:
         raise ValueError(f"json_schema.schema {'is missing' if schema is None else 'must be an object'}")
     try:
         return _form_of(json.dumps(schema))
+    except RecursionError:
+        raise ValueError("json_schema.schema: is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"json_schema.schema: {error}") from None
 

@@ -137,6 +137,8 @@ class PromptRenderer:
             template = compile_template(text)
         except jinja2.TemplateSyntaxError as error:
             raise JobError(f"{key}: not a valid template, at its line {error.lineno}: {error.message}") from None
+        except (SyntaxError, RecursionError):
+            raise JobError(f"{key}: not a valid template: it is nested too deeply") from None
         writes_control = self._control.num_matches(text) > 0
         return _RowTemplate(key=key, source=text, template=template, writes_control=writes_control)
 
@@ -348,7 +350,11 @@ def _compiled_chat(tokenizer: PromptTokenizer, *, date: datetime.date) -> jinja2
         raise ModelError(f"the model's chat template, line {error.lineno}: {error.message}") from None
 
 
+_LONGEST_REASON = 1000
+"""Characters: a message may hold a cell whole."""
+
+
 def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    text = lines[0] if lines else type(error).__name__
+    text = lines[0][:_LONGEST_REASON] if lines else type(error).__name__
     return text if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {text}"

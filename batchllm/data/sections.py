@@ -64,6 +64,9 @@ def _checked_template(text: str | None) -> str | None:
             compile_template(text)
         except TemplateSyntaxError as error:
             raise ValueError(f"not a valid template, at its line {error.lineno}: {error.message}") from None
+        # Templates become Python, which has a limit of its own.
+        except (SyntaxError, RecursionError):
+            raise ValueError("not a valid template: it is nested too deeply") from None
     return text
 
 
@@ -136,7 +139,10 @@ def _bias_pairs(value: object) -> object:
     return tuple(sorted(pairs.items()))
 
 
-_Count = Annotated[int, Field(ge=1)]
+MOST_COUNTED = 1_000_000_000
+"""Beyond any context; what is counted stays within 32 bits."""
+
+_Count = Annotated[int, Field(ge=1, le=MOST_COUNTED)]
 _TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
 _Finite = Field(allow_inf_nan=False)
 _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]

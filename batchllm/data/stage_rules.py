@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jinja2 import nodes
 
 from batchllm.data.earlier import STAGES_COLUMN, completion_column
+from batchllm.data.schema import COMPLETION_FIELDS
 from batchllm.data.sections import OutputSection, PromptSection, SamplingSection, StageSection
 from batchllm.data.templates import parse_template
 
@@ -60,7 +61,10 @@ def check_stages(
         if not is_last and (stage.sampling or sampling).n != 1:
             place = f"{at}.sampling" if stage.sampling is not None else "sampling"
             raise ValueError(f"{place}: n above 1 is for the last stage; an earlier one gives one completion")
-        if not is_last and completion_column(stage.name).lower() in {name.lower() for name in keep}:
+        column = completion_column(stage.name)
+        if not is_last and column.lower() in {field.name for field in COMPLETION_FIELDS}:
+            raise ValueError(f"{at}.name: {stage.name} would make a second column {column}; call the stage otherwise")
+        if not is_last and column.lower() in {name.lower() for name in keep}:
             raise ValueError(f"input: keep names {completion_column(stage.name)}, the column of stage {stage.name}")
         names.append(stage.name)
 

@@ -42,10 +42,15 @@ def run_command(outcome: Outcome, *, summary_path: Path, say: Callable[[str], No
         say(f"{key}: {command[0]} was killed after {job.command_timeout_s:g} s")
     else:
         if code:
-            how = f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+            how = f"ended with exit code {code}" if code > 0 else f"was ended by {_signal_name(-code)}"
             say(f"{key}: {command[0]} {how}")
     finally:
         if process.returncode is None:
             # The command leads its own process group, so what it started goes with it.
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _signal_name(number: int) -> str:
+    # Most of the real-time ones have no name.
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -26,11 +26,10 @@ def parse_deadline(text: str, *, now: datetime.datetime) -> datetime.datetime:
                 return moment
         raise AssertionError("a time of tomorrow lies ahead")
     try:
-        moment = datetime.datetime.fromisoformat(text.strip())
-    except ValueError:
+        # A moment without an offset is local.
+        moment = datetime.datetime.fromisoformat(text.strip()).astimezone()
+    except (ValueError, OverflowError):
         raise JobError(f"--deadline {text}: write a time such as 06:00, or a moment such as 2026-11-30T06:00") from None
-    # A moment without an offset is local.
-    moment = moment.astimezone()
     if moment <= now:
         raise JobError(f"--deadline {text}: this moment has passed")
     return moment

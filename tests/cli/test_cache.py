@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,14 @@ def kept(tmp_path: Path) -> Callable[[], DiskTier]:
         return tier
 
     return make
+
+
+def test_what_is_no_file_is_no_cache_file_whatever_its_name(tmp_path: Path) -> None:
+    (tmp_path / "folder.kvcache").mkdir()
+    (tmp_path / "gone.kvcache").symlink_to(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "pipe.kvcache")
+    result = run("ls", "--folder", tmp_path)
+    assert result.exit_code == 0 and "kvcache" not in result.output
 
 
 def test_an_empty_or_missing_folder_has_no_cache_files(tmp_path: Path) -> None:

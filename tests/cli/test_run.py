@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -220,3 +221,29 @@ def test_a_job_with_int8_weights_says_so_and_is_not_resumed_without_them(
     assert [row[2] for row in rows(tmp_path)] == [None] * 3
     refused = batchllm(*run)
     assert refused.exit_code == 1 and "engine.weights" in refused.err
+
+
+def test_a_log_that_cannot_be_written_does_not_end_a_run(
+    write_texts_job: WriteJob, tmp_path: Path, batchllm: Command
+) -> None:
+    job = write_texts_job(["a", "b"])
+    for number, broken in enumerate(["2>/dev/full", "2>&-", "--log-format json 2>/dev/full"]):
+        command = f'"$0" -c "from batchllm.cli.main import main; main()" run "$1" --date 2026-12-0{number + 1} {broken}'
+        ended = subprocess.run(["sh", "-c", command, sys.executable, str(job)], capture_output=True, text=True)
+        assert ended.returncode == 0, (broken, ended.stdout, ended.stderr)
+        assert query("select count(*) as n from completions", tmp_path / f"out/2026-12-0{number + 1}").to_pylist() == [
+            {"n": 2}
+        ]
+
+
+def test_files_without_a_name_are_wrong_usage(batchllm: Command, write_texts_job: WriteJob) -> None:
+    job = write_texts_job(["a"])
+    for option in ("--summary", "--metrics"):
+        ended = batchllm("run", job, option, "")
+        assert ended.exit_code == 2 and "must name a file, is empty" in ended.err
+
+
+def test_a_command_that_a_signal_without_a_name_ends_is_said(batchllm: Command, write_texts_job: WriteJob) -> None:
+    job = write_texts_job(["a"], more=commands(on_success=["sh", "-c", "kill -40 $$"]))
+    ended = batchllm("run", job)
+    assert ended.exit_code == 0 and "on_success: sh was ended by signal 40" in ended.err

@@ -141,6 +141,7 @@ def test_a_line_that_is_no_request_says_so_with_its_number(data: str, message: s
         (chat(temperature=-1), "body.temperature: must be at least 0"),
         (chat(temperature="1"), 'body.temperature: must be a number, not "1"'),
         (chat(max_tokens=0), "body.max_tokens: must be at least 1"),
+        (chat(max_tokens=10**30), "body.max_tokens: must be at most 1000000000"),
         (chat(max_tokens=5, max_completion_tokens=6), "body: max_tokens and max_completion_tokens differ"),
         (chat(top_logprobs=2), "body: top_logprobs needs logprobs: true"),
         (chat(logit_bias={"x": 1}), "body.logit_bias: must map token ids to numbers"),

@@ -51,7 +51,7 @@ def test_an_offset_is_heeded_and_a_change_of_the_clocks_in_the_night_is_counted(
     assert parse_deadline("06:00", now=now) - now == datetime.timedelta(hours=9)
 
 
-@pytest.mark.parametrize("text", ["", "6", "25:00", "06:60", "tomorrow", "2026-11-29T01:00"])
+@pytest.mark.parametrize("text", ["", "6", "25:00", "06:60", "tomorrow", "2026-11-29T01:00", "0001-01-01T00:00"])
 def test_other_texts_and_moments_that_have_passed_are_refused(berlin: None, text: str) -> None:
     with pytest.raises(JobError, match="--deadline"):
         parse_deadline(text, now=local(2026, 11, 29, 2, 0))
@@ -59,6 +59,11 @@ def test_other_texts_and_moments_that_have_passed_are_refused(berlin: None, text
 
 def test_error_rates_are_shares_with_or_without_a_percent_sign() -> None:
     assert [parse_error_rate(text) for text in ("5%", "0.05", "0", "100 %", "1")] == [0.05, 0.05, 0.0, 1.0, 1.0]
+
+
+def test_a_moment_behind_the_end_of_the_calendar_is_refused(berlin: None) -> None:
+    with pytest.raises(JobError, match="--deadline 9999"):
+        parse_deadline("9999-12-31T23:59:59-23:00", now=local(2026, 11, 29, 2, 0))
 
 
 @pytest.mark.parametrize("text", ["", "%", "5", "-1%", "nan", "101%", "many"])
