@@ -72,6 +72,12 @@ class _BoundedCode(CodeGenerator):
         self.write(")" if is_slice else "")
 
 
+_COMPARING = frozenset(
+    {"in", "eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge", ">="}
+)
+"""Tests that compare what may hold itself many times over."""
+
+
 class BoundedSandbox(ImmutableSandboxedEnvironment):
     """`ImmutableSandboxedEnvironment` in which a rendering that makes too much, or takes too long, is refused as SecurityError."""
 
@@ -158,6 +164,12 @@ def _bound_tree(tree: nodes.Template) -> None:
         compared.expr = _with_check(compared.expr)
         for operand in compared.ops:
             operand.expr = _with_check(operand.expr)
+    # `is eq` and `is in` compare too.
+    for test in list(tree.find_all(nodes.Test)):
+        if test.name not in _COMPARING:
+            continue
+        test.node = _with_check(test.node)
+        test.args = [_with_check(argument) for argument in test.args]
     for pair in list(tree.find_all(nodes.Pair)):
         pair.key = _with_check(pair.key)
     assert tree.environment is not None

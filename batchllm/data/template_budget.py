@@ -19,7 +19,7 @@ ITEM = 16
 MOST_CPU_S = 10.0
 """Seconds of processor time: no row of an honest job comes near, and a machine that is busy or asleep does not count."""
 
-_TURNS_PER_LOOK = 256
+_TURNS_PER_LOOK = 16
 _OTHER = 64
 _SIZED = (list, tuple, dict, set, frozenset)
 _CONTAINERS = (*_SIZED, Namespace)

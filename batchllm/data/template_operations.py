@@ -20,6 +20,7 @@ _PERCENT = re.compile(r"[%)][-+ #0]*(\d*)(?:\.(\d+))?")
 _BRACES = re.compile(r"\{([^{}]*)")
 _DIGITS = re.compile(r"\d+")
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+_LONGEST_NUMBER = 5000
 _MOST_INDENT = 100
 _MOST_DIGITS = 9
 _LISTING = frozenset({"list", "sort", "unique", "batch", "slice", "map", "select", "reject", "groupby", "sum"})
@@ -151,6 +152,14 @@ def _check_filter(name: str, values: Sequence[Any], named: Mapping[str, Any]) ->
         if indent > _MOST_INDENT:
             raise SecurityError(f"an indent of {indent} is too large")
         check(text_size(value) * (1 + indent * _depth(value, {})))
+    elif name == "round" and max(widths, default=0) > _LONGEST_NUMBER:
+        raise SecurityError(f"a precision of {max(widths)} is too large")
+    elif name == "int":
+        _check_digits(text)
+    elif name == "wordwrap":
+        # What is left of a long word is copied for each line of it.
+        longest = max(map(len, text.split()), default=0)
+        check(longest * longest // max(min(widths, default=79), 1))
     elif name == "xmlattr":
         check(5 * text_size(value))
     if name in _LISTING:
@@ -161,6 +170,12 @@ def _check_filter(name: str, values: Sequence[Any], named: Mapping[str, Any]) ->
     if name == "sum" and any(isinstance(part, (list, tuple)) for part in given):
         # Each sum copies those before it.
         check(len(value) * sum(len(part) for part in value if isinstance(part, (list, tuple))))
+
+
+def _check_digits(text: str) -> None:
+    """Raises SecurityError for a number of which arithmetic would not end."""
+    if len(text) > _LONGEST_NUMBER:
+        raise SecurityError(f"a number of {len(text):,} digits is too large")
 
 
 def _values(value: Any) -> list[Any]:

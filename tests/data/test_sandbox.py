@@ -18,6 +18,12 @@ from batchllm.data.templates import compile_chat_template, compile_template
 
 SET = "{% set ns = namespace(s='xy', l=[1]) %}"
 GROWING = {
+    "round": "{{ 'x' | length | round(100000000, 'ceil') }}",
+    "is eq": "{% set a = namespace(l=[1]) %}{% set b = namespace(l=[1]) %}{% for i in range(60) %}"
+    "{% set a.l = [a.l, a.l] %}{% set b.l = [b.l, b.l] %}{% endfor %}{{ a.l is eq(b.l) }}",
+    "wordwrap of one word": "{{ ('a' * 10000000) | wordwrap(1) | length }}",
+    "numbers of many digits": "{% set n = ('f' * 8000000) | int(0, 16) %}{{ n // 3 }}",
+    "many turns of slow filters": "{% set l = [1] * 1500000 %}{% for i in range(100000) %}{% set x = l | min %}{% endfor %}",
     "+": SET + "{% for i in range(100) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s | length }}",
     "~": SET + "{% for i in range(100) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s | length }}",
     "*": SET + "{% for i in range(100) %}{% set ns.s = ns.s * 3 %}{% endfor %}",
