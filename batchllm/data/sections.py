@@ -139,10 +139,10 @@ def _bias_pairs(value: object) -> object:
     return tuple(sorted(pairs.items()))
 
 
-MOST_COUNTED = 1_000_000_000
+_MOST_COUNTED = 1_000_000_000
 """Beyond any context; what is counted stays within 32 bits."""
 
-_Count = Annotated[int, Field(ge=1, le=MOST_COUNTED)]
+_Count = Annotated[int, Field(ge=1, le=_MOST_COUNTED)]
 _TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
 _Finite = Field(allow_inf_nan=False)
 _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]

@@ -154,7 +154,8 @@ def _check_filter(name: str, values: Sequence[Any], named: Mapping[str, Any]) ->
         check(text_size(value) * (1 + indent * _depth(value, {})))
     elif name == "round" and max(widths, default=0) > _LONGEST_NUMBER:
         raise SecurityError(f"a precision of {max(widths)} is too large")
-    elif name == "int":
+    elif name == "int" and (len(values) > 2 or "base" in named):
+        # Python bounds the digits of base 10 by itself; a long text without a number has a default.
         _check_digits(text)
     elif name == "wordwrap":
         # What is left of a long word is copied for each line of it.

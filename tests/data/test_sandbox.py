@@ -150,3 +150,7 @@ def test_honest_templates_render_as_in_jinja2s_own_sandbox(text: str, n: int, it
 
     for source in HONEST:
         assert outcome(compile_template(source)) == outcome(plain.from_string(source)), source
+
+
+def test_a_long_text_that_is_no_number_has_the_default() -> None:
+    assert compile_template("{{ text | int(7) }}").render(text="word " * 2000) == "7"
