@@ -71,6 +71,7 @@ class _Run:
         self._started_at = started_at
         self._rows = RowCounts()
         self._runner: StageRunner | None = None
+        self._model_files_s = 0.0  # finding and hashing the model's files, loading its tokenizer
 
     def execute_recorded(self) -> RunSummary:
         """`_execute`, and the run folder that says how it went, whichever way it ends."""
@@ -107,8 +108,10 @@ class _Run:
     def _execute(self, folder: RunFolder) -> RunSummary:
         job, observer = self._job, self._observer
         source_rows = open_input(job, spool_folder=self._output.staging, limit=self._options.limit)
+        began = time.monotonic()
         source = resolve_model(job.model, base_folder=job.folder, say=observer.note)
         model = model_fingerprint(source)
+        self._model_files_s += time.monotonic() - began
         fingerprint = make_fingerprint(
             job=job.fingerprint_parts(),
             input=source_rows.fingerprint,
@@ -163,7 +166,9 @@ class _Run:
 
     def _run_on(self, runner: StageRunner, *, source_rows: Input, source: ModelSource, done: np.ndarray) -> bool:
         job = self._job
+        began = time.monotonic()
         tokenizer = load_tokenizer(source)
+        self._model_files_s += time.monotonic() - began
         staging = Staging.create(self._output.staging, input=source_rows, done=done)
         stages = RunStages(job, input=source_rows, staging=staging, folder=self._output.staging)
         schema = completion_schema(
@@ -209,7 +214,7 @@ class _Run:
             rows_completed=counts["completed"],
             rows_failed=counts["failed"],
             wall_s=time.monotonic() - self._started_at,
-            load_s=0.0 if runner is None else runner.load_s,
+            load_s=self._model_files_s + (0.0 if runner is None else runner.load_s),
             prompt_tokens=metrics.prompt_tokens,
             unique_prompt_tokens=0 if runner is None else runner.unique_prompt_tokens,
             computed_prompt_tokens=metrics.computed_prompt_tokens,

@@ -30,7 +30,7 @@ class RunSummary:
     rows_completed: int
     rows_failed: int
     wall_s: float
-    load_s: float  # waiting for the model, and for the memory of its prompts' keys and values
+    load_s: float  # finding, checking and waiting for the model, and for the memory of its prompts' keys and values
     prompt_tokens: int
     unique_prompt_tokens: int
     computed_prompt_tokens: int

@@ -40,7 +40,7 @@ def summary_text(summary: RunSummary) -> str:
     if summary.tiers is not None:
         lines += _tier_lines(summary.tiers)
     lines += [
-        f"  time        {summary.wall_s:.1f} s, of which {summary.load_s:.1f} s waiting for the model and memory",
+        f"  time        {summary.wall_s:.1f} s, of which {summary.load_s:.1f} s for the model and its memory",
         f"  output in   {summary.output}",
     ]
     if summary.rows_failed:

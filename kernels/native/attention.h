@@ -16,6 +16,8 @@
 // are powers of two.
 #pragma once
 
+#include <utility>
+
 #include "vector.h"
 
 namespace batchllm {
@@ -86,8 +88,8 @@ BATCHLLM_INLINE void fold(const Partials& left, const Partials& right, const int
 
 template <class T>
 BATCHLLM_INLINE void write_output(T* out, const float* a, float l, int head_dim) {
-  const Vec divisor = broadcast(l);
-  for (int d = 0; d < head_dim; d += 16) store_some(out + d, load(a + d) / divisor, head_dim - d);
+  const Vec factor = broadcast(1 / l);
+  for (int d = 0; d < head_dim; d += 16) store_some(out + d, load(a + d) * factor, head_dim - d);
 }
 
 // The part of the unit's span that starts at `start`; empty behind its end.
@@ -102,14 +104,15 @@ void find_chunk(const AttentionCall& call, const AttentionUnit& unit, int start,
   while (i < chunk->count) {
     const int block = (start + i) / call.block_size, first = (start + i) % call.block_size;
     const T* base = head + table[block] * call.block_stride + int64_t(first) * call.head_dim;
-    for (int k = first; k < call.block_size && i < chunk->count; ++k, ++i, base += call.head_dim) chunk->keys[i] = base;
+    const int stop = i + call.block_size - first < chunk->count ? i + call.block_size - first : chunk->count;
+    for (; i < stop; ++i, base += call.head_dim) chunk->keys[i] = base;
   }
 }
 
-// `chunks` [2]: the first one of `unit` is in chunks[0] on entry, that of `next_unit` on return; null where there is no next unit.
+// `chunk` is the first one of `unit` on entry and that of `next_unit` on return; `next_unit` is null where there is no next one.
 template <class Engine, class T>
 void run_unit(const AttentionCall& call, const AttentionUnit& unit, const AttentionUnit* next_unit, const Partials& partials, Engine& engine,
-              float* state, Chunk<T>* chunks) {
+              float* state, Chunk<T>*& chunk, Chunk<T>*& next_chunk) {
   const WorkItem& item = *unit.item;
   const int head_dim = call.head_dim, width = round_up(head_dim, 16), group = call.num_heads / call.num_kv_heads;
   const int num_tiles = (unit.num_columns + kTileColumns - 1) / kTileColumns;
@@ -133,7 +136,6 @@ void run_unit(const AttentionCall& call, const AttentionUnit& unit, const Attent
   }
 
   const bool folds = item.kv_start == 0;
-  Chunk<T>*chunk = &chunks[0], *next_chunk = &chunks[1];
   for (int start = item.kv_start; start < unit.kv_stop; start += kChunk) {
     next_chunk->count = 0;
     if (start + kChunk < unit.kv_stop) {
@@ -175,10 +177,8 @@ void run_unit(const AttentionCall& call, const AttentionUnit& unit, const Attent
       }
     }
     ahead.ask(kChunk);
-    Chunk<T>* done = chunk;
-    chunk = next_chunk, next_chunk = done;
+    std::swap(chunk, next_chunk);
   }
-  if (chunk != &chunks[0]) chunks[0] = *chunk;
   if (!folds) return;
   for (int i = 0; i < unit.num_columns; ++i) {
     if (item.partial < 0) {
@@ -213,6 +213,18 @@ void merge_row(const AttentionCall& call, const Partials& partials, int64_t inde
   }
 }
 
+// Zeros for the rows that no item has. Nearly always there are none, and zeros for all rows cost as much as some items do.
+template <class T>
+void clear_rows_without_item(const AttentionCall& call) {
+  auto* has_item = static_cast<bool*>(scratch(kScratchRows, call.num_rows));
+  std::memset(has_item, 0, call.num_rows);
+  const auto* items = reinterpret_cast<const WorkItem*>(call.items);
+  for (int64_t i = 0; i < call.num_items; ++i) std::memset(has_item + items[i].row_start, 1, items[i].num_rows);
+  const int64_t row_size = int64_t(call.num_heads) * call.head_dim;
+  for (int64_t row = 0; row < call.num_rows; ++row)
+    if (!has_item[row]) std::memset(static_cast<T*>(call.out) + row * row_size, 0, sizeof(T) * row_size);
+}
+
 template <class Engine>
 void run_attention(const AttentionCall& call) {
   using T = typename Engine::Number;
@@ -221,7 +233,7 @@ void run_attention(const AttentionCall& call) {
   // fold() loads 16 maxima and sums at a time: 16 numbers behind each array are read, never used.
   float* memory = static_cast<float*>(scratch(kScratchPartials, sizeof(float) * (num_parts * (width + 2) + 32)));
   const Partials partials = {memory, memory + num_parts * width, memory + num_parts * (width + 1) + 16};
-  std::memset(call.out, 0, sizeof(T) * call.num_rows * call.num_heads * call.head_dim);
+  clear_rows_without_item<T>(call);
   int64_t num_units = 0;
   const AttentionUnit* units = attention_units(call, &num_units);
   const size_t state_floats = (kUnitColumns + kPairColumns) * (width + 2);
@@ -231,11 +243,12 @@ void run_attention(const AttentionCall& call) {
     float* state = static_cast<float*>(scratch(kScratchThread, sizeof(float) * state_floats + Engine::scratch_bytes(call.head_dim)));
     Engine engine(call, reinterpret_cast<char*>(state + state_floats));
     Chunk<T> chunks[2];
+    Chunk<T>*chunk = &chunks[0], *next_chunk = &chunks[1];
     int64_t taken = __atomic_fetch_add(&num_taken, 1, __ATOMIC_RELAXED);
-    if (taken < num_units) find_chunk(call, units[taken], units[taken].item->kv_start, &chunks[0]);
+    if (taken < num_units) find_chunk(call, units[taken], units[taken].item->kv_start, chunk);
     while (taken < num_units) {
       const int64_t next = __atomic_fetch_add(&num_taken, 1, __ATOMIC_RELAXED);
-      run_unit(call, units[taken], next < num_units ? &units[next] : nullptr, partials, engine, state, chunks);
+      run_unit(call, units[taken], next < num_units ? &units[next] : nullptr, partials, engine, state, chunk, next_chunk);
       taken = next;
     }
     if (call.num_merge_rows > 0) {

@@ -385,6 +385,20 @@ class TileEngine {
   // each eight of 32, which is how two rows interleave fastest.
   void pack_values_direct(int start, int first, bf16* to, Ahead<bf16>& ahead) const {
     const int num_vectors = head_dim_ - first < 64 ? 1 : 2;
+    if (in_place_ && start + 32 <= chunk_->count) {  // rows that follow each other
+      for (int half = 0; half < 2; ++half) {
+        const bf16* from = chunk_->value(start + 16 * half) + first;
+        for (int pair = 8 * half; pair < 8 * half + 8; ++pair, from += 2 * head_dim_) {
+          for (int w = 0; w < num_vectors; ++w) {
+            const __m512i even = _mm512_loadu_si512(from + 32 * w), odd = _mm512_loadu_si512(from + head_dim_ + 32 * w);
+            _mm512_store_si512(to + 1024 * w + 32 * pair, _mm512_unpacklo_epi16(even, odd));
+            _mm512_store_si512(to + 1024 * w + 512 + 32 * pair, _mm512_unpackhi_epi16(even, odd));
+          }
+          ahead.ask(1);
+        }
+      }
+      return;
+    }
     for (int pair = 0; pair < 16; ++pair) {
       const int at = start + 2 * pair;
       for (int w = 0; w < num_vectors; ++w) {

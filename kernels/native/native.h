@@ -105,7 +105,7 @@ void linear_int8_avx2_vnni(const LinearCall& call);
 void linear_int8_avx512_vnni(const LinearCall& call);
 
 // 64-byte aligned memory of the calling thread that lives until the thread ends; one use a slot. Aborts when there is none left.
-enum ScratchSlot { kScratchUnits, kScratchCall, kScratchPartials, kScratchThread, kScratchFeedForward, kNumScratchSlots };
+enum ScratchSlot { kScratchUnits, kScratchCall, kScratchRows, kScratchPartials, kScratchThread, kScratchFeedForward, kNumScratchSlots };
 void* scratch(ScratchSlot slot, size_t num_bytes);
 
 // Copies `num_bytes`, more than 240, and returns their XXH3 of 64 bits. On the calling thread alone.

@@ -38,13 +38,13 @@ def rows(folder: Path) -> list[tuple[object, ...]]:
     return [tuple(row.values()) for row in table.to_pylist()]
 
 
-def test_a_complete_run_ends_at_once_and_loads_no_model(batchllm: Command, write_texts_job: WriteJob) -> None:
+def test_a_complete_run_ends_at_once_and_takes_no_step(batchllm: Command, write_texts_job: WriteJob) -> None:
     job = write_texts_job(["a", "b"])
     assert batchllm("run", job, "--date", DATE, "--json").exit_code == 0
     again = batchllm("run", job, "--date", DATE, "--json")
     summary = json.loads(again.out)
     assert again.exit_code == 0
-    assert summary["rows_before"] == 2 and summary["load_s"] == 0.0 and summary["num_steps"] == 0
+    assert summary["rows_before"] == 2 and summary["num_steps"] == 0 and summary["kernels"] == "none"
 
 
 def test_a_deadline_stops_cleanly_and_the_next_run_finishes(
