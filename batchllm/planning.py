@@ -246,7 +246,9 @@ class Planner:
             spaces.append(TierSpace(name="host", capacity_bytes=num_slots * block_bytes, bytes_per_s=rate))
         if kv.disk is not None:
             folder = existing_folder(Path(kv.disk.path))
-            num_slots = disk_slots(kv.disk.size, folder=folder, block_bytes=block_bytes, most_blocks=most)
+            num_slots = disk_slots(
+                kv.disk.size, folder=folder, block_bytes=block_bytes, most_blocks=most, persist=kv.persist
+            )
             try:
                 rate = min(measure_disk(folder, block_bytes=block_bytes))
             except StorageError as error:

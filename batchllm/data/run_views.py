@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import datetime
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from batchllm.data.run_folder import RUNS_FOLDER, STEPS_FILE, SUMMARY_FILE, TIERS_FILE
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchllm.data.run_folder import RUNS_FOLDER, STEPS_FILE, SUMMARY_FILE, TIERS_FILE, read_json
 
 RUN_COLUMNS = {
     "run_id": "VARCHAR",
@@ -77,11 +82,25 @@ TIER_COLUMNS = {
 """Columns of `tiers`: what each tier held at moments of a run, and what it had moved until then."""
 
 
-def run_view_statements(folder: Path) -> list[str]:
-    """The SQL that defines the three views over the run folders that are there now."""
-    summaries, steps, tiers = (
-        sorted((folder / RUNS_FOLDER).glob(f"*/{name}")) for name in (SUMMARY_FILE, STEPS_FILE, TIERS_FILE)
-    )
+def run_view_statements(folder: Path, *, warn: Callable[[str], None]) -> list[str]:
+    """The SQL that defines the three views over the run folders that are there now.
+
+    One file that is damaged must not hide all others: it is left out, and `warn` is told.
+    """
+
+    def whole(name: str, mistake: Callable[[Path], str | None]) -> list[Path]:
+        found = []
+        for path in sorted((folder / RUNS_FOLDER).glob(f"*/{name}")):
+            reason = mistake(path)
+            if reason is None:
+                found.append(path)
+            else:
+                warn(f"{path}: left out, for it {reason}")
+        return found
+
+    summaries = whole(SUMMARY_FILE, lambda path: summary_mistake(read_json(path)))
+    steps = whole(STEPS_FILE, lambda path: _log_mistake(path, STEP_COLUMNS))
+    tiers = whole(TIERS_FILE, lambda path: _log_mistake(path, TIER_COLUMNS))
     columns = ", ".join(f"{name}: '{type_}'" for name, type_ in RUN_COLUMNS.items())
     runs = f"SELECT * FROM read_json({files_text(summaries)}, columns = {{{columns}}}, format = 'unstructured')"
     return [
@@ -89,6 +108,50 @@ def run_view_statements(folder: Path) -> list[str]:
         f"CREATE OR REPLACE VIEW steps AS {_logged(steps, STEP_COLUMNS, order='run_id, step')}",
         f"CREATE OR REPLACE VIEW tiers AS {_logged(tiers, TIER_COLUMNS, order='run_id, start_s, tier')}",
     ]
+
+
+def summary_mistake(summary: Mapping[str, Any] | None) -> str | None:
+    """What keeps the content of a summary from being a row of `runs`."""
+    if summary is None:
+        return "is no JSON object"
+    for name, type_ in RUN_COLUMNS.items():
+        value = summary.get(name)
+        if value is None or type_ == "JSON":
+            continue
+        if type_ == "TIMESTAMPTZ":
+            is_right = isinstance(value, str) and _is_moment(value)
+        elif type_ in ("BIGINT", "INTEGER"):
+            is_right = type(value) is int and abs(value) < (2**63 if type_ == "BIGINT" else 2**31)
+        else:
+            is_right = isinstance(value, _KINDS[type_])
+        if not is_right:
+            return f"has a {name} that is no {type_}"
+    return None
+
+
+_KINDS = {"VARCHAR": (str,), "BOOLEAN": (bool,), "DOUBLE": (int, float)}
+
+
+def _is_moment(text: str) -> bool:
+    try:
+        datetime.datetime.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _log_mistake(path: Path, columns: Mapping[str, str]) -> str | None:
+    """What keeps a log from being rows of its view: read by its footer alone."""
+    try:
+        schema = pq.read_schema(path)
+    except (OSError, pa.ArrowException):
+        return "is no Parquet file"
+    for name in schema.names:
+        type_ = schema.field(name).type
+        is_text = pa.types.is_string(type_) or pa.types.is_large_string(type_)
+        if name in columns and is_text != (columns[name] == "VARCHAR"):
+            return f"has a {name} that is no {columns[name]}"
+    return None
 
 
 def _logged(files: list[Path], columns: Mapping[str, str], *, order: str) -> str:

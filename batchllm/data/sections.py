@@ -25,7 +25,7 @@ from pydantic import (
 
 from batchllm.data.constraint_section import ConstraintSection
 from batchllm.data.phrases import describe
-from batchllm.data.section import ColumnName, PerRow, Section
+from batchllm.data.section import Argument, ColumnName, PerRow, Place, Section, Text
 from batchllm.data.templates import compile_template
 from batchllm.prompt import SamplingParams
 
@@ -41,11 +41,11 @@ class InputSection(Section):
         json_schema_extra={"oneOf": [{"required": [key]} for key in ("path", "sql", "openai_batch")]}
     )
 
-    path: Annotated[str, Field(min_length=1)] | None = None
-    sql: Annotated[str, Field(min_length=1)] | None = None
-    openai_batch: Annotated[str, Field(min_length=1)] | None = None
+    path: Place | None = None
+    sql: Annotated[Argument, Field(min_length=1)] | None = None
+    openai_batch: Place | None = None
     id: Annotated[str, Field(min_length=1)] | None = None
-    keep: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    keep: Annotated[tuple[Text, ...], Field(strict=False)] = ()
 
     @model_validator(mode="after")
     def _one_source(self) -> InputSection:
@@ -112,7 +112,7 @@ class OutputSection(ConstraintSection):
     A job file names the folder; a job made in Python may leave it out.
     """
 
-    path: Annotated[str, Field(min_length=1)] = ""
+    path: Place = ""
     token_ids: bool = False
 
 
