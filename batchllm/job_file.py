@@ -131,8 +131,11 @@ def read_job_file(path: Path, *, overrides: Sequence[str]) -> JobSource:
     return JobSource(path=path, value=value, origins=origins)
 
 
+_MOST_SHOWN = 200
+
+
 def _apply_override(override: str, *, value: dict[str, Any], origins: dict[Location, str]) -> None:
-    name = f"--set {override}"
+    name = f"--set {override if len(override) <= _MOST_SHOWN else override[:_MOST_SHOWN] + '…'}"
     key, equals, text = override.partition("=")
     parts = tuple(key.strip().split("."))
     if not equals or not all(parts):

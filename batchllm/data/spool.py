@@ -70,19 +70,21 @@ def _connection(spool_folder: Path, *, name: str) -> Iterator[duckdb.DuckDBPyCon
         connection.execute(f"SET memory_limit = '{_MEMORY}'")
         connection.execute("SET temp_directory = ?", [str(spool_folder / "duckdb")])
         yield connection
-    except (duckdb.OutOfMemoryException, OSError) as error:
-        raise OutputError(f"{name}: its rows cannot be staged: {first_line(error)}") from None
-    except duckdb.Error as error:
-        # DuckDB's own temporary files meet a full disk too.
-        kind = OutputError if os.strerror(errno.ENOSPC) in str(error) else InputError
-        raise kind(f"{name}: {_reason(error)}") from None
-    except pa.ArrowException as error:
-        raise InputError(f"{name}: its rows cannot be staged: {first_line(error)}") from None
+    except (duckdb.Error, OSError, pa.ArrowException) as error:
+        raise _failure(error, name=name) from None
     finally:
         connection.close()
 
 
-def _reason(error: duckdb.Error) -> str:
+def _failure(error: Exception, *, name: str) -> InputError | OutputError:
+    """Rows that are wrong, or a disk or memory that is full. DuckDB's errors in the middle of a stream come as Arrow's."""
+    full = (os.strerror(errno.ENOSPC), "Out of Memory Error")
+    if getattr(error, "errno", None) is not None or any(text in str(error) for text in full):
+        return OutputError(f"{name}: its rows cannot be staged: {first_line(error)}")
+    return InputError(f"{name}: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
     """One line of DuckDB's message; of a CSV file's also which file and what is wrong there."""
     text = first_line(error)
     file = re.search(r"^  file = (.+)$", str(error), re.MULTILINE)
@@ -106,8 +108,8 @@ def _check_quotes(connection: duckdb.DuckDBPyConnection, path: Path, *, name: st
             for cell in cells
         )
         numbered = f'SELECT *, row_number() OVER () + 1 AS "line of the file" FROM ({rows.sql_query()})'
-        row = connection.execute(f'SELECT min("line of the file") FROM ({numbered}) WHERE {is_open}').fetchone()
-        found = row[0][0]
+        lines = connection.execute(f'SELECT min("line of the file") FROM ({numbered}) WHERE {is_open}').fetchall()
+        found = lines[0][0]
     if found is not None:
         raise InputError(
             f"{name}: {path}, line {found}: a quote is opened and not closed; "
