@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from batchllm.data.run_files import TIER_COLUMNS
 from batchllm.data.run_folder import RecordedRun, runs_of_job
-from batchllm.data.run_views import TIER_COLUMNS
 from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.pool import KvShape
 from batchllm.errors import FolderError, JobError
@@ -222,5 +222,5 @@ def _read_rates(run: RecordedRun) -> ObservedRates | None:
     """None for a file that another version wrote."""
     try:
         return ObservedRates.from_json(run.rates or {})
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None

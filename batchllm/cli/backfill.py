@@ -55,7 +55,7 @@ def backfill(
         from batchllm.run_summary import summary_values
 
         jobs = load_dates(job_file, overrides=overrides, first=first.date(), last=last.date())
-        view.note(f"{len(jobs):,} dates, {first.date()} to {last.date()}")
+        view.note(f"{first.date()} to {last.date()}: {len(jobs):,} date{'' if len(jobs) == 1 else 's'}")
         shown = view
 
         results: list[DateResult] = []

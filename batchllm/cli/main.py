@@ -18,7 +18,7 @@ from batchllm.cli.plan import plan
 from batchllm.cli.query import query
 from batchllm.cli.report import report
 from batchllm.cli.run import run
-from batchllm.cli.saying import drop_output, say
+from batchllm.cli.saying import drop_output, one_line, say
 from batchllm.cli.schedule import schedule
 from batchllm.cli.schema import schema
 from batchllm.cli.simulate import simulate
@@ -63,8 +63,8 @@ def main() -> None:
     except OSError as error:
         # Help, or a file of the system that no command expects to fail.
         drop_output()
-        place = f"{error.filename}: " if error.filename is not None else ""
-        code = _refuse(f"{place}{error.strerror or error}", exit_code=BatchLLMError.exit_code)
+        place = "standard output" if error.filename is None else error.filename
+        code = _refuse(f"{place}: {error.strerror or error}", exit_code=BatchLLMError.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -72,7 +72,7 @@ def _refuse(line: str, *, exit_code: int) -> int:
     if "--debug" in sys.argv[1:]:
         traceback.print_exc()
     else:
-        say(f"batchllm: {' '.join(part.strip() for part in line.splitlines())}")
+        say(f"batchllm: {one_line(line)}")
     return exit_code
 
 

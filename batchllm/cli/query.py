@@ -11,7 +11,7 @@ import click
 
 from batchllm.cli.formats import TableFormat
 from batchllm.cli.paths import OutputFile
-from batchllm.cli.saying import put, say
+from batchllm.cli.saying import one_line, put, say
 
 _PROMPT = "sql> "
 
@@ -92,4 +92,4 @@ def _ask(folder: Path, *, table_format: TableFormat, output_file: Path | None) -
             try:
                 _answer(sql, folder, table_format=table_format, output_file=output_file)
             except BatchLLMError as error:
-                say(f"batchllm: {error}")
+                say(f"batchllm: {one_line(str(error))}")

@@ -19,6 +19,12 @@ def say(line: str) -> None:
         return
 
 
+def one_line(text: str) -> str:
+    """The text as one line that a terminal shows as it is: characters that it would obey, or cannot show, are escaped."""
+    line = " ".join(part.strip() for part in text.splitlines())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in line)
+
+
 def put(content: str | bytes, *, newline: bool = True) -> None:
     """Writes to stdout. A reader that has seen enough, as `head` has, ends nothing; raises OutputError for a full disk."""
     try:

@@ -12,7 +12,6 @@ import duckdb
 
 from batchllm.data.results import connect, say_nothing
 from batchllm.data.run_folder import RecordedRun, recorded_runs, runs_of_job
-from batchllm.data.run_views import summary_mistake
 from batchllm.errors import FolderError, JobError
 
 NUM_BINS = 120
@@ -64,7 +63,7 @@ class Report:
 
 def choose_run(output: Path, *, run_id: str | None) -> RecordedRun:
     """The run named, else the last that took a step, else the last. Raises JobError where there is none."""
-    runs = [run for run in recorded_runs(output) if summary_mistake(run.summary) is None]
+    runs = recorded_runs(output)
     if run_id is not None:
         found = [run for run in runs if run.run_id == run_id]
         if not found:
@@ -208,7 +207,14 @@ def _round_up(width: float) -> float:
 def _plans(run: RecordedRun) -> list[dict[str, Any]]:
     """The run's plans as they were recorded, one for each stage; none where another version of this program ran."""
     plans = (run.plan or {}).get("plans")
-    return [plan for plan in plans if isinstance(plan, dict)] if isinstance(plans, list) else []
+    if not isinstance(plans, list):
+        return []
+    # Both parts are read as mappings.
+    return [
+        plan
+        for plan in plans
+        if isinstance(plan, dict) and all(isinstance(plan.get(key) or {}, dict) for key in ("engine", "explanation"))
+    ]
 
 
 def _shared_runs(run: RecordedRun) -> Rows:

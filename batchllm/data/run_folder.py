@@ -26,12 +26,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+from batchllm.data.run_files import RUNS_FOLDER, STEPS_FILE, SUMMARY_FILE, TIERS_FILE, read_json, summary_mistake
 from batchllm.errors import FolderError, OutputError, write_error
 
-RUNS_FOLDER = ".runs"
-STEPS_FILE = "steps.parquet"
-TIERS_FILE = "tiers.parquet"
-SUMMARY_FILE = "summary.json"
 _ARRAY_TYPES = {"d": pa.float64(), "l": pa.int64()}
 
 
@@ -139,7 +136,7 @@ def recorded_runs(output: Path) -> list[RecordedRun]:
     for name in names:
         path = folder / name
         summary = read_json(path / SUMMARY_FILE)
-        if summary is not None:
+        if summary is not None and summary_mistake(summary) is None:
             files = {key: read_json(path / f"{key}.json") for key in ("versions", "plan", "rates")}
             runs.append(RecordedRun(path=path, summary=summary, **files))
     return runs
@@ -159,15 +156,6 @@ def runs_of_job(output: Path, *, name: str) -> list[RecordedRun]:
         if (Path(folder) / RUNS_FOLDER).is_dir():
             runs += recorded_runs(Path(folder))
     return sorted((run for run in runs if run.summary.get("name") == name), key=lambda run: run.run_id)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where it holds none."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _num_rows(columns: Mapping[str, Any]) -> int:

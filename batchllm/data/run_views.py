@@ -2,84 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from batchllm.data.run_folder import RUNS_FOLDER, STEPS_FILE, SUMMARY_FILE, TIERS_FILE, read_json
-
-RUN_COLUMNS = {
-    "run_id": "VARCHAR",
-    "name": "VARCHAR",
-    "status": "VARCHAR",
-    "started": "TIMESTAMPTZ",
-    "ended": "TIMESTAMPTZ",
-    "error": "VARCHAR",
-    "exit_code": "INTEGER",
-    "finished": "BOOLEAN",
-    "output": "VARCHAR",
-    "num_rows": "BIGINT",
-    "rows_before": "BIGINT",
-    "rows_completed": "BIGINT",
-    "rows_failed": "BIGINT",
-    "wall_s": "DOUBLE",
-    "load_s": "DOUBLE",
-    "prompt_tokens": "BIGINT",
-    "unique_prompt_tokens": "BIGINT",
-    "computed_prompt_tokens": "BIGINT",
-    "cached_prompt_tokens": "BIGINT",
-    "completion_tokens": "BIGINT",
-    "output_tokens_per_s": "DOUBLE",
-    "num_steps": "BIGINT",
-    "preemptions": "BIGINT",
-    "recomputed_tokens": "BIGINT",
-    "drafted_tokens": "BIGINT",
-    "accepted_tokens": "BIGINT",
-    "kv_peak_share": "DOUBLE",
-    "kv_waste_share": "DOUBLE",
-    "device": "VARCHAR",
-    "dtype": "VARCHAR",
-    "kernels": "VARCHAR",
-    "model": "VARCHAR",
-    "tiers": "JSON",
-    "roofline": "JSON",
-    "too_many_errors": "VARCHAR",
-}
-"""Columns of `runs`: the keys of summary.json. A run that failed early, or still runs, has NULL where it has no figure."""
-
-STEP_COLUMNS = {
-    "run_id": "VARCHAR",
-    "step": "BIGINT",
-    "start_s": "DOUBLE",
-    "seconds": "DOUBLE",
-    "model_seconds": "DOUBLE",
-    "num_decode_rows": "BIGINT",
-    "num_prefill_rows": "BIGINT",
-    "num_running": "BIGINT",
-    "num_waiting": "BIGINT",
-    "num_used_blocks": "BIGINT",
-    "num_kv_tokens_read": "BIGINT",
-    "num_kv_tokens_spared": "BIGINT",
-    "num_preempted": "BIGINT",
-    "num_drafted": "BIGINT",
-    "num_accepted": "BIGINT",
-}
-"""Columns of `steps`, as in the engine's step log; seconds from the start of the run."""
-
-TIER_COLUMNS = {
-    "run_id": "VARCHAR",
-    "start_s": "DOUBLE",
-    "tier": "VARCHAR",
-    "used_bytes": "BIGINT",
-    "capacity_bytes": "BIGINT",
-    "read_bytes": "BIGINT",
-    "written_bytes": "BIGINT",
-}
-"""Columns of `tiers`: what each tier held at moments of a run, and what it had moved until then."""
+from batchllm.data.run_files import (
+    RUN_COLUMNS,
+    RUNS_FOLDER,
+    STEP_COLUMNS,
+    STEPS_FILE,
+    SUMMARY_FILE,
+    TIER_COLUMNS,
+    TIERS_FILE,
+    log_mistake,
+    read_json,
+    summary_mistake,
+)
 
 
 def run_view_statements(folder: Path, *, warn: Callable[[str], None]) -> list[str]:
@@ -99,8 +36,8 @@ def run_view_statements(folder: Path, *, warn: Callable[[str], None]) -> list[st
         return found
 
     summaries = whole(SUMMARY_FILE, lambda path: summary_mistake(read_json(path)))
-    steps = whole(STEPS_FILE, lambda path: _log_mistake(path, STEP_COLUMNS))
-    tiers = whole(TIERS_FILE, lambda path: _log_mistake(path, TIER_COLUMNS))
+    steps = whole(STEPS_FILE, lambda path: log_mistake(path, STEP_COLUMNS))
+    tiers = whole(TIERS_FILE, lambda path: log_mistake(path, TIER_COLUMNS))
     columns = ", ".join(f"{name}: '{type_}'" for name, type_ in RUN_COLUMNS.items())
     runs = f"SELECT * FROM read_json({files_text(summaries)}, columns = {{{columns}}}, format = 'unstructured')"
     return [
@@ -108,50 +45,6 @@ def run_view_statements(folder: Path, *, warn: Callable[[str], None]) -> list[st
         f"CREATE OR REPLACE VIEW steps AS {_logged(steps, STEP_COLUMNS, order='run_id, step')}",
         f"CREATE OR REPLACE VIEW tiers AS {_logged(tiers, TIER_COLUMNS, order='run_id, start_s, tier')}",
     ]
-
-
-def summary_mistake(summary: Mapping[str, Any] | None) -> str | None:
-    """What keeps the content of a summary from being a row of `runs`."""
-    if summary is None:
-        return "is no JSON object"
-    for name, type_ in RUN_COLUMNS.items():
-        value = summary.get(name)
-        if value is None or type_ == "JSON":
-            continue
-        if type_ == "TIMESTAMPTZ":
-            is_right = isinstance(value, str) and _is_moment(value)
-        elif type_ in ("BIGINT", "INTEGER"):
-            is_right = type(value) is int and abs(value) < (2**63 if type_ == "BIGINT" else 2**31)
-        else:
-            is_right = isinstance(value, _KINDS[type_])
-        if not is_right:
-            return f"has a {name} that is no {type_}"
-    return None
-
-
-_KINDS = {"VARCHAR": (str,), "BOOLEAN": (bool,), "DOUBLE": (int, float)}
-
-
-def _is_moment(text: str) -> bool:
-    try:
-        datetime.datetime.fromisoformat(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _log_mistake(path: Path, columns: Mapping[str, str]) -> str | None:
-    """What keeps a log from being rows of its view: read by its footer alone."""
-    try:
-        schema = pq.read_schema(path)
-    except (OSError, pa.ArrowException):
-        return "is no Parquet file"
-    for name in schema.names:
-        type_ = schema.field(name).type
-        is_text = pa.types.is_string(type_) or pa.types.is_large_string(type_)
-        if name in columns and is_text != (columns[name] == "VARCHAR"):
-            return f"has a {name} that is no {columns[name]}"
-    return None
 
 
 def _logged(files: list[Path], columns: Mapping[str, str], *, order: str) -> str:

@@ -34,7 +34,10 @@ def cache_home() -> Path:
     """The cache folder: `BATCHLLM_HOME`, else `batchllm` in the user's cache folder."""
     named = os.environ.get("BATCHLLM_HOME")
     if named:
-        return Path(named).expanduser()
+        try:
+            return Path(named).expanduser()
+        except RuntimeError as error:
+            raise ModelError(f"BATCHLLM_HOME={named}: begins with a user who is not known here") from error
     base = os.environ.get("XDG_CACHE_HOME")
     if base and Path(base).is_absolute():
         return Path(base) / "batchllm"
@@ -50,8 +53,12 @@ def resolve_model(name: str, *, base_folder: Path, say: Callable[[str], None] = 
 
     Fetches what is not on this machine yet, and says so in one line. Raises ModelError or ModelFetchError.
     """
-    path = base_folder / Path(name).expanduser()
-    if name and path.exists():
+    try:
+        path = base_folder / Path(name).expanduser()
+        is_there = bool(name) and path.exists()
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"model {name!r}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if is_there:
         return _local(path, name)
     if name in EMBEDDED:
         home = cache_home()
