@@ -63,7 +63,7 @@ def main() -> None:
     except OSError as error:
         # Help, or a file of the system that no command expects to fail.
         drop_output()
-        place = "standard output" if error.filename is None else error.filename
+        place = "a file or standard output" if error.filename is None else error.filename
         code = _refuse(f"{place}: {error.strerror or error}", exit_code=BatchLLMError.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -10,7 +10,7 @@ from typing import get_args
 import click
 
 from batchllm.cli.formats import TableFormat
-from batchllm.cli.paths import OutputFile
+from batchllm.cli.paths import GivenPath, OutputFile
 from batchllm.cli.saying import one_line, put, say
 
 _PROMPT = "sql> "
@@ -48,7 +48,8 @@ def query(
         raise click.UsageError("give one SQL statement, in quotes, and one job file")
     if table_format == "parquet" and output_file is None and not views:
         raise click.UsageError("--format parquet needs --output FILE")
-    job = load_job(arguments[-1], overrides=overrides, date=date.date() if date else None)
+    job_file = GivenPath().convert(arguments[-1], None, None)
+    job = load_job(job_file, overrides=overrides, date=date.date() if date else None)
     folder = Path(job.output.path)
     if views:
         from batchllm.data.results import view_statements
