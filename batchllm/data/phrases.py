@@ -36,6 +36,7 @@ _EMPTY = {
     "missing": "is missing",
 }
 _MOST_CHARACTERS = 60
+_MOST_BITS = 1000
 
 
 def describe(error: Mapping[str, Any]) -> str:
@@ -56,6 +57,8 @@ def _shown(value: object) -> str:
         return "a list"
     if value is None:
         return "nothing"
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return "a number without end"
     # Characters that no terminal can show are escaped.
     text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"

@@ -81,7 +81,8 @@ def _failure(error: Exception, *, name: str) -> InputError | OutputError:
     full = (os.strerror(errno.ENOSPC), "Out of Memory Error")
     if getattr(error, "errno", None) is not None or any(text in str(error) for text in full):
         return OutputError(f"{name}: its rows cannot be staged: {first_line(error)}")
-    return InputError(f"{name}: {_reason(error)}")
+    what = "its rows cannot be staged: " if isinstance(error, pa.ArrowNotImplementedError) else ""
+    return InputError(f"{name}: {what}{_reason(error)}")
 
 
 def _reason(error: Exception) -> str:

@@ -133,7 +133,11 @@ def test_a_run_that_was_killed_stays_running(tmp_path: Path) -> None:
 
 
 def test_a_broken_run_folder_is_passed_over(tmp_path: Path) -> None:
-    for name, content in (("a", "{"), ("b", "[1]"), ("c", '{"run_id": "c", "status": "failed"}')):
+    for name, content in (
+        ("a", "{"),
+        ("b", "[1]"),
+        ("c", '{"run_id": "c", "name": "n", "status": "failed", "started": "2026-11-29T02:30:00+00:00"}'),
+    ):
         (tmp_path / ".runs" / name).mkdir(parents=True)
         (tmp_path / ".runs" / name / "summary.json").write_text(content)
     (tmp_path / ".runs" / "d").write_text("a file")

@@ -105,6 +105,7 @@ JOB_VALUES: dict[str, str] = {
     'engine.kv.disk={path: "a\\0"}': "engine.kv.disk.path: must not hold a NUL character",
     "engine": "--set engine: write it as key.key=value",
     "seed=" + "9" * 30: "seed: must be below",
+    "seed=0x" + "f" * 5000: "seed: must be below 9223372036854775808, not a number without end",
 }
 
 
