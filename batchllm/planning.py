@@ -216,7 +216,7 @@ class Planner:
         config, settings = self._config, self._job.engine
         kernels = select_kernels(self._device, head_dim=config.head_dim)
         kv_dtype = kv_dtype_for(settings.kv.dtype, dtype=self._dtype, kernels=kernels)
-        shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype)
+        shape = KvShape.of(config, kv_dtype)
         sizes = size_engine(
             plan=plan,
             shape=shape,

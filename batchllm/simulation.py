@@ -101,7 +101,7 @@ def job_workload(job: Job, *, limit: int | None = None, note: Callable[[str], No
     dtype = dtype_for(settings.dtype, torch.device("cpu" if settings.device == "auto" else settings.device))
     # A replay runs no kernel: what the reference can keep, it can count.
     kv_dtype = kv_dtype_for(settings.kv.dtype, dtype=dtype, kernels=REFERENCE)
-    shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype)
+    shape = KvShape.of(config, kv_dtype)
     requests = requests_of_plan(plan, block_size=settings.block_size)
     return Workload(job.name, requests, shape.block_bytes(settings.block_size))
 
