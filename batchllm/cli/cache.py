@@ -13,7 +13,7 @@ import click
 
 from batchllm.cli.paths import GivenFolder, GivenPath
 from batchllm.cli.saying import put
-from batchllm.errors import JobError, RunLockedError
+from batchllm.errors import FolderError, JobError, RunLockedError
 
 
 def _place(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +34,10 @@ def _folder(job_file: Path | None, folder: Path | None) -> Path:
     disk = load_job(job_file).engine.kv.disk
     if disk is None:
         raise JobError(f"{job_file}: keeps nothing: it has no engine.kv.disk")
-    return Path(disk.path)
+    path = Path(disk.path)
+    if path.exists() and not path.is_dir():
+        raise FolderError(f"{job_file}: engine.kv.disk.path: {path}: is a file, and a folder is wanted there")
+    return path
 
 
 @click.group()

@@ -84,5 +84,5 @@ def run(
         view.summary(summary_values(summary))
         if summary.too_many_errors is not None:
             view.error(summary.too_many_errors, exit_code=summary.exit_code)
-    put(json.dumps(summary_values(summary)) if as_json else summary_text(summary))
+        put(json.dumps(summary_values(summary)) if as_json else summary_text(summary))
     context.exit(summary.exit_code)

@@ -216,6 +216,20 @@ def test_what_is_wrong_with_a_commands_own_options_is_named(
     refused(commands.run(*given, folder=tmp_path), says=says)
 
 
+def test_a_spill_folder_that_is_a_file_is_named_by_every_command_that_reads_it(
+    commands: Any, tmp_path: Path, write_job: WriteJob
+) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in ("file", "file/below"):
+        job = write_job(tmp_path, [{"text": "one"}], engine={"kv": {"disk": {"path": path}}})
+        for command in ("run", "plan", "backfill") + (
+            ("cache ls", "cache verify", "cache rm") if path == "file" else ()
+        ):
+            refused(commands.run(*COMMANDS[command], job, folder=tmp_path), says=f"{tmp_path}/file")
+        found = commands.run("doctor", job, "--json", folder=tmp_path)
+        assert found.code == 1 and f"{tmp_path}/file: is a file, and a folder is wanted there" in found.stdout
+
+
 HOSTILE_LINES: dict[str, bytes] = {
     "infinite": b'{"input_length": 1e999, "output_length": 1, "hash_ids": []}',
     "no number": b'{"input_length": NaN, "output_length": 1, "hash_ids": []}',
