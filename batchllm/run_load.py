@@ -39,7 +39,7 @@ class DecoderLoad:
         kept_dtype = kv_dtype_for(kv_dtype, dtype=dtype, kernels=kernels)
         self.source = source
         self.max_context = config.max_context
-        self.kv_shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, kept_dtype)
+        self.kv_shape = KvShape.of(config, kept_dtype)
         self._num_threads = torch.get_num_threads()
         self._given_up = threading.Event()
 
