@@ -4,8 +4,9 @@ Tokens are ranked by (logit descending, id ascending). In that order every filte
 length: top-k keeps k; top-p the shortest prefix that holds at least p of what top-k left; min-p those of at least
 `min_p` times the best. Ties are broken by id, exactly: `top_k` 1 and a tiny `top_p` are greedy, ties or not.
 
-A row's bits depend on that row alone. It is normalised by softmax and summed by `cumsum`, which walk each row by
-itself, or by `sum` over short fixed runs; never by one `sum` over the row, which splits a lone row over the threads.
+A row's bits depend on that row alone. It is normalised by softmax (under top-k it need not be) and summed by `cumsum`,
+which walk each row by itself, or by `sum` over short fixed runs; never by one `sum` over the row, which splits a lone
+row over the threads.
 Ranking reads the best `WIDTHS[0]` tokens first, more only where the cut lies behind them, and gives the same sums,
 bit for bit, whatever the width, because a prefix sum does not see what follows. This holds on the CPU; a GPU may group
 the float64 sums by the shape of the batch, which moves a cut by about 1e-16.
@@ -19,6 +20,9 @@ import torch
 
 WIDTHS = (256, 4096)
 """How many of the best tokens are ranked, one width after the other, before a whole row is."""
+
+_GROUP = 16
+"""Tokens of a group, of which only the best is looked at until it is known which groups may hold the best tokens."""
 
 _RUN = 128
 """Tokens that are summed at once where a row is not ranked."""
@@ -68,35 +72,77 @@ def _rank(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]
     if width == logits.shape[1]:
         ids = torch.sort(logits, dim=1, descending=True, stable=True).indices
         return ids, torch.full((len(logits),), width, device=logits.device)
-    ids = torch.topk(logits, width, dim=1, sorted=False).indices.sort(dim=1).values
+    ids = _best_ids(logits, width).sort(dim=1).values
     values, order = torch.sort(logits.gather(1, ids), dim=1, descending=True, stable=True)
     return ids.gather(1, order), (values > values[:, -1:]).sum(dim=1)
 
 
+def _best_ids(logits: torch.Tensor, width: int) -> torch.Tensor:
+    """The `width` best tokens of each row in any order; any of those that equal the last. int64 `[num_rows, width]`."""
+    num_groups = logits.shape[1] // _GROUP
+    if 2 * width > num_groups:
+        return torch.topk(logits, width, dim=1, sorted=False).indices
+    # A token among the best is in one of the groups with the best maxima. Group g is g, g + num_groups, ...: this way
+    # maxima are taken of long rows.
+    grouped = num_groups * _GROUP
+    maxima = logits[:, :grouped].unflatten(1, (_GROUP, num_groups)).amax(dim=1)
+    groups = torch.topk(maxima, width, dim=1, sorted=False).indices
+    members = torch.arange(0, grouped, num_groups, device=logits.device)
+    rest = torch.arange(grouped, logits.shape[1], device=logits.device).expand(len(logits), -1)
+    candidates = torch.cat(((groups[:, :, None] + members).flatten(1), rest), dim=1)
+    best = torch.topk(logits.gather(1, candidates), width, dim=1, sorted=False).indices
+    return candidates.gather(1, best)
+
+
 def draw(logits: torch.Tensor, rows: DrawRows) -> torch.Tensor:
     """One token id per row, int64. `logits` float32 `[num_rows, vocabulary]`: no NaN, and each row's best is finite."""
-    best = logits.amax(dim=1, keepdim=True)
-    weights = torch.softmax((logits - best).div_(rows.temperature[:, None]), dim=1)
-    ranked = (rows.top_k < logits.shape[1]) | (rows.top_p < 1.0)
-    token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    by_id = torch.nonzero(~ranked).squeeze(1)
-    if by_id.numel() == len(logits):
-        return _draw_by_id(weights, rows)
-    if by_id.numel():
-        token_ids[by_id] = _draw_by_id(weights[by_id], rows.select(by_id))
-    left = torch.nonzero(ranked).squeeze(1)
-    for width in (*WIDTHS, logits.shape[1]):
+    num_tokens = logits.shape[1]
+    has_top_k = rows.top_k < num_tokens
+    by_rank = has_top_k | (rows.top_p < 1.0)
+    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    for is_drawn, draw_rows in ((has_top_k, _draw_top_k), (~has_top_k & by_rank, _draw_top_p), (~by_rank, _draw_by_id)):
+        places = torch.nonzero(is_drawn).squeeze(1)
+        if places.numel() == len(logits):
+            return draw_rows(logits, rows)
+        if places.numel():
+            token_ids[places] = draw_rows(logits[places], rows.select(places))
+    return token_ids
+
+
+def _softmax(logits: torch.Tensor, rows: DrawRows) -> torch.Tensor:
+    scaled = (logits - logits.amax(dim=1, keepdim=True)).div_(rows.temperature[:, None])
+    return torch.softmax(scaled, dim=1)
+
+
+def _draw_top_k(logits: torch.Tensor, rows: DrawRows) -> torch.Tensor:
+    """Rows with top-k: what it leaves is the whole, so that only ranked tokens need a weight."""
+    return _draw_ranked(logits, None, rows)
+
+
+def _draw_top_p(logits: torch.Tensor, rows: DrawRows) -> torch.Tensor:
+    """Rows with top-p alone: the whole is the sum over the vocabulary, which softmax makes 1."""
+    return _draw_ranked(logits, _softmax(logits, rows), rows)
+
+
+def _draw_ranked(logits: torch.Tensor, weights: torch.Tensor | None, rows: DrawRows) -> torch.Tensor:
+    """Ranks more and more of the best tokens until all that a row keeps is among them."""
+    num_tokens = logits.shape[1]
+    token_ids, complete = _draw_by_rank(logits, weights, rows, width=min(WIDTHS[0], num_tokens))
+    left = torch.nonzero(~complete).squeeze(1)
+    for width in (*WIDTHS[1:], num_tokens):
         if not left.numel():
             break
-        width = min(width, logits.shape[1])
-        drawn, complete = _draw_by_rank(logits[left], weights[left], rows.select(left), width=width)
+        drawn, complete = _draw_by_rank(
+            logits[left], None if weights is None else weights[left], rows.select(left), width=min(width, num_tokens)
+        )
         token_ids[left[complete]] = drawn[complete]
         left = left[~complete]
     return token_ids
 
 
-def _draw_by_id(weights: torch.Tensor, rows: DrawRows) -> torch.Tensor:
+def _draw_by_id(logits: torch.Tensor, rows: DrawRows) -> torch.Tensor:
     """Rows with neither top-k nor top-p: no ranking. In the order of the ids, find the run, then the token in it."""
+    weights = _softmax(logits, rows)
     if bool((rows.min_p > 0.0).any()):
         threshold = rows.min_p[:, None] * weights.amax(dim=1, keepdim=True)
         weights = weights.masked_fill(weights < threshold, 0.0)
@@ -113,21 +159,25 @@ def _draw_by_id(weights: torch.Tensor, rows: DrawRows) -> torch.Tensor:
 
 
 def _draw_by_rank(
-    logits: torch.Tensor, weights: torch.Tensor, rows: DrawRows, *, width: int
+    logits: torch.Tensor, weights: torch.Tensor | None, rows: DrawRows, *, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows with top-k or top-p, from their `width` best tokens; also whether those hold all that a row keeps."""
+    """Rows with top-k (no `weights`) or top-p alone (`weights` of all tokens, whose sum is 1), from their `width` best
+    tokens; also whether those hold all that a row keeps."""
     num_tokens = logits.shape[1]
     ids, num_exact = _rank(logits, width)
-    ranked = weights.gather(1, ids)
+    if weights is None:
+        best = logits.gather(1, ids)
+        ranked = torch.exp((best - best[:, :1]).div_(rows.temperature[:, None]))
+    else:
+        ranked = weights.gather(1, ids)
     cumulative = ranked.cumsum(dim=1, dtype=torch.float64)
-    has_top_k = rows.top_k < num_tokens
+    has_top_k = weights is None
     within = rows.top_k.clamp(max=width)
-    # Softmax has made the whole row sum to 1; under top-k the whole is what top-k left.
-    whole = torch.where(has_top_k, cumulative.gather(1, within[:, None] - 1).squeeze(1), 1.0)
+    whole = cumulative.gather(1, within[:, None] - 1).squeeze(1) if has_top_k else torch.ones_like(rows.top_p)
     shortest = torch.searchsorted(cumulative, (rows.top_p * whole)[:, None]).squeeze(1) + 1
     by_top_p = torch.where(rows.top_p < 1.0, shortest, num_tokens)
     by_min_p = (ranked >= rows.min_p[:, None] * ranked[:, :1]).sum(dim=1)
-    complete = torch.where(has_top_k, rows.top_k, by_top_p) <= num_exact
+    complete = (rows.top_k if has_top_k else by_top_p) <= num_exact
     if width == num_tokens:
         complete = torch.ones_like(complete)
     kept = torch.minimum(torch.minimum(within, by_top_p), by_min_p)

@@ -62,9 +62,7 @@ def _lines(outcome: Outcome) -> Iterator[str]:
     yield from _metric(
         "tokens", "Tokens of the last run.", [({**job, "kind": kind}, count) for kind, count in tokens.items()]
     )
-    yield from _metric(
-        "load_seconds", "How long the last run took for its model and memory.", [(job, summary.load_s)]
-    )
+    yield from _metric("load_seconds", "How long the last run took for its model and memory.", [(job, summary.load_s)])
     yield from _metric(
         "output_tokens_per_second", "Tokens generated per second of steps.", [(job, summary.output_tokens_per_s)]
     )
