@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import llguidance
 import numpy as np
 
 from batchllm.data.outputs import OutputWriter
@@ -14,6 +15,7 @@ from batchllm.data.prompts import stage_prompts
 from batchllm.data.run_folder import RunRecord
 from batchllm.engine.decoder import kv_shape
 from batchllm.engine.engine import Engine
+from batchllm.engine.grammar_tokens import grammar_tokens
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.pool import make_pool
 from batchllm.engine.roofline import run_roofline
@@ -73,6 +75,7 @@ class StageRunner:
         self._run_tiers = RunTiers(job)
         self._tier_use: TierUse | None = None
         self._decoder: Decoder | None = None
+        self._grammar_tokens: llguidance.LLTokenizer | None = None
         self._engine_facts: EngineFacts | None = None
         self._plans: list[dict[str, Any]] = []
         self._shares: list[tuple[str | None, GeneratedShare]] = []
@@ -205,7 +208,9 @@ class StageRunner:
             engine.close(keep_tiers=True)
 
     def _engine(self, tokenizer: Tokenizer, stage: Stage, plan: Plan) -> Engine:
-        """Waits for the model where it is still loading, and finds the memory for the prompts' keys and values meanwhile."""
+        """Waits for the model where it is still loading, and meanwhile finds the memory for the prompts' keys and values and works out what
+        grammars need.
+        """
         began = time.monotonic()
         settings = self._job.engine
         # The pool of the stage before: two do not fit.
@@ -227,6 +232,8 @@ class StageRunner:
         if self._device.type == "cpu":
             # More than that a run may not come to write.
             find_memory(kv, num_bytes=plan.unique_prompt_tokens * shape.bytes_per_token)
+        if self._grammar_tokens is None and any(params.grammar is not None for params in stage.staging.store.sampling):
+            self._grammar_tokens = grammar_tokens(tokenizer, vocab_size=self._load.vocab_size)
         if self._decoder is None:
             self._decoder = self._load.wait()
             self.kernels = self._decoder.kernels.name
@@ -241,6 +248,7 @@ class StageRunner:
             started_at=self._started_at,
             tiers=self._run_tiers.for_stage(stage, decoder=self._decoder, plan=plan),
             kv=kv,
+            grammar_tokens=self._grammar_tokens,
         )
 
     def _note_plan(self, plan: Plan, stage: Stage, *, engine: Engine, tokenizer: Tokenizer) -> None:

@@ -311,8 +311,8 @@ class Engine:
                 slots[first[with_drafts]], num_drafted=num_drafted, num_accepted=num_accepted[with_drafts]
             )
             tally.num_accepted = int(num_accepted.sum())
-        goes_on = first[~np.isin(slots[first], done)]
-        completions += self._take_forced(slots[goes_on], positions[goes_on] + 1, done)
+        unfinished = first[~np.isin(slots[first], done)]
+        completions += self._take_forced(slots[unfinished], positions[unfinished] + 1, done)
         for slot in done:
             self._answers.remove(slot)
         self.scheduler.finish(np.array(done, dtype=np.int64))

@@ -23,16 +23,14 @@ from batchllm.prompt import Grammar
 _MOST_SHARED = 1 << 14
 """States that rows share, over all grammars. Beyond them a row has its own; a grammar for each row must not fill the memory."""
 
-_NO_TOKEN = -1
-
 
 @dataclass(slots=True, eq=False)
 class _State:
     """Where a grammar stands after some tokens. `children`: by token, the states that follow, where this one is shared by rows; one that is a
     row's own hands its matcher on.
 
-    `ids`: the tokens it takes, or where `is_open` all that it does not take; None until `is_asked` and worked out. `forced`: the one that it
-    takes, where it is one.
+    `ids`: the tokens it takes, or where `is_open` all that it does not take; None until `is_asked` and worked out. `forced`: the tokens that
+    must come next, one after the other, where it takes one only.
     """
 
     matcher: llguidance.LLMatcher
@@ -41,7 +39,7 @@ class _State:
     is_asked: bool = False
     is_open: bool = False
     ids: np.ndarray | None = None
-    forced: int = _NO_TOKEN
+    forced: tuple[int, ...] = ()
     failure: str | None = None
 
 
@@ -79,7 +77,8 @@ class GrammarMasks:
         self._has_grammar[slot] = True
         self._is_choice[slot] = grammar.kind == "choice"
         self._states[slot] = self._root(grammar)
-        self._wait()
+        if output_ids:
+            self._wait()
         for token_id in output_ids:
             self._advance(slot, token_id)
         self.prepare(np.array([slot]))
@@ -108,14 +107,16 @@ class GrammarMasks:
     def forced(self, slots: np.ndarray, *, wait: bool) -> np.ndarray:
         """int64 `[num_rows]`: the only token that a row may take, -1 where it may take several, or none.
 
-        Without `wait` only what is known already is told; of a row without a choice so far the next token is known at once.
+        Without `wait` only what is known already is told: in states that rows share, and after a token that was forced itself.
         """
-        token_ids = np.full(len(slots), _NO_TOKEN, dtype=np.int64)
+        token_ids = np.full(len(slots), -1, dtype=np.int64)
         rows = np.flatnonzero(self._has_grammar[slots])
         if len(rows) and wait:
             self._wait()
         for row in rows.tolist():
-            token_ids[row] = self._states[int(slots[row])].forced
+            forced = self._states[int(slots[row])].forced
+            if forced:
+                token_ids[row] = forced[0]
         return token_ids
 
     def accept(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
@@ -125,9 +126,9 @@ class GrammarMasks:
         """
         complete = np.zeros(len(slots), dtype=bool)
         rows = np.flatnonzero(self._has_grammar[slots])
-        if not len(rows):
-            return complete
-        self._wait()
+        # Of a token that was forced more is known than the masks that are under way.
+        if any(self._states[slot].ids is None for slot in slots[rows].tolist()):
+            self._wait()
         for row in rows.tolist():
             complete[row] = self._advance(int(slots[row]), int(token_ids[row])).is_complete
         return complete
@@ -160,28 +161,27 @@ class GrammarMasks:
         return root
 
     def _advance(self, slot: int, token_id: int) -> _State:
-        """The row's state after a token. Where the token was forced the next one likely is too, and is found at once."""
+        """The row's state after a token."""
         state = self._states[slot]
         child = None if state.children is None else state.children.get(token_id)
         if child is None:
             child = self._follow(state, token_id, is_shared=bool(self._is_choice[slot]))
-            if state.forced == token_id and not child.is_complete:
-                child.is_asked = True
-                self._work_out([child])
         self._states[slot] = child
         return child
 
     def _follow(self, state: _State, token_id: int, *, is_shared: bool) -> _State:
-        matcher, children = state.matcher, state.children
-        if children is not None:
-            matcher = matcher.deep_copy()
+        matcher = state.matcher if state.children is None else state.matcher.deep_copy()
         matcher.consume_token(token_id)
-        is_complete = matcher.is_stopped() and not matcher.is_error()
-        if children is None or not is_shared or self._num_shared >= _MOST_SHARED:
-            return _State(matcher, children=None, is_complete=is_complete)
-        self._num_shared += 1
-        children[token_id] = _State(matcher, children={}, is_complete=is_complete)
-        return children[token_id]
+        child = _State(matcher, children=None, is_complete=matcher.is_stopped() and not matcher.is_error())
+        if state.forced[:1] == (token_id,) and len(state.forced) > 1:
+            child.is_asked = True
+            child.forced = state.forced[1:]
+            child.ids = np.array(child.forced[:1])
+        if state.children is not None and is_shared and self._num_shared < _MOST_SHARED:
+            self._num_shared += 1
+            child.children = {}
+            state.children[token_id] = child
+        return child
 
     def _ask(self, states: list[_State]) -> None:
         asked: list[_State] = []
@@ -206,14 +206,27 @@ class GrammarMasks:
                 # In error the library allows EOS, which would pass a broken text for a whole one.
                 words[:] = 0
                 state.failure = f"the output's grammar failed: {state.matcher.get_error().splitlines()[0]}"
-            is_allowed = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._vocab_size)
-            num_allowed = int(np.count_nonzero(is_allowed))
-            state.is_open = 2 * num_allowed > self._vocab_size
-            state.ids = np.flatnonzero(is_allowed == 0) if state.is_open else np.flatnonzero(is_allowed)
-            if num_allowed == 1:
-                state.forced = int(state.ids[0])
+            self._note(state, words)
+
+    def _note(self, state: _State, words: np.ndarray) -> None:
+        state.is_open = 2 * int(np.count_nonzero(words == -1)) > words.size
+        ids = _set_bits(~words if state.is_open else words)
+        ids = ids[ids < self._vocab_size]
+        if ids.size == 1 and not state.is_open:
+            forced = tuple(state.matcher.compute_ff_tokens())
+            state.forced = forced if forced[:1] == (ids[0],) else (int(ids[0]),)
+        # Last: with it the matcher is the other thread's again.
+        state.ids = ids
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, []
         for future in pending:
             future.result()
+
+
+def _set_bits(words: np.ndarray) -> np.ndarray:
+    """int64: the numbers of the bits that are set in `words` int32, where few of the words have any."""
+    some = np.flatnonzero(words)
+    bits = np.unpackbits(words[some].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
+    word, bit = np.nonzero(bits)
+    return some[word] * 32 + bit
