@@ -96,8 +96,8 @@ class Scheduler:
         return step
 
     def _draft(self, decoding: np.ndarray, *, num_rows: np.ndarray, num_prefill: int) -> np.ndarray:
-        """How many drafted tokens ride with each decoding sequence, int64; they are written behind its tokens, and have blocks. A row with
-        forced tokens has none: it has a grammar.
+        """How many drafted tokens ride with each decoding sequence, int64; they are written behind its tokens, and have blocks. None ride
+        beside forced ones.
         """
         table = self.table
         drafts = None
@@ -105,7 +105,7 @@ class Scheduler:
             drafts = self.drafter.propose(
                 decoding,
                 # The step gives one token more than are drafted.
-                limits=table.max_tokens[decoding] - table.num_tokens[decoding] - 1,
+                limits=np.where(num_rows == 1, table.max_tokens[decoding] - table.num_tokens[decoding] - 1, 0),
                 num_rows=self.config.max_step_tokens - int(num_rows.sum()) - num_prefill,
                 num_prefill=num_prefill,
             )
