@@ -332,6 +332,7 @@ class Engine:
             if not slots.size:
                 break
             self.scheduler.append_forced(slots, token_ids)
+            self.metrics.forced_tokens += slots.size
             ended, ending = self._answers.take(slots, positions, Sampled(token_ids))
             completions += ending
             done += slots[ended].tolist()

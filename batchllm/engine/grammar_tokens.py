@@ -9,6 +9,7 @@ import llguidance
 import numpy as np
 
 from batchllm.errors import ModelError
+from batchllm.prompt import Grammar
 
 
 class GrammarVocabulary(Protocol):
@@ -31,6 +32,19 @@ def grammar_tokens(vocabulary: GrammarVocabulary, *, vocab_size: int) -> llguida
         )
     tokens = _Tokens(vocabulary, vocab_size=vocab_size)
     return llguidance.LLTokenizer(tokens, eos_token=eos_ids)  # type: ignore[arg-type]
+
+
+def num_sampled(grammar: Grammar, texts: Sequence[Sequence[int]], *, tokens: llguidance.LLTokenizer) -> list[int]:
+    """How many tokens of each text, given by its tokens, the grammar does not force."""
+    start = llguidance.LLMatcher(tokens, grammar.text, log_level=0)
+    counts = []
+    for token_ids in texts:
+        matcher, count = start.deep_copy(), 0
+        for token_id in token_ids:
+            count += not matcher.compute_ff_tokens()
+            matcher.consume_token(int(token_id))
+        counts.append(count)
+    return counts
 
 
 class _Tokens:

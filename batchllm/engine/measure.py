@@ -1,7 +1,7 @@
 """Measures what steps cost on this machine for a model's shape, with weights of random numbers: no weight is read.
 
-A step's time is taken apart as `planner/cost` puts it together: rows of prompts, decoding rows, and attention by itself, which is timed
-alone. A model's layers are alike, so a few of them are built, enough that they do not fit into a cache, and their time is scaled to all;
+A step's time is taken apart as `planner/cost` puts it together: rows of prompts, decoding rows, what the engine does beside the layers, and
+attention by itself, which is timed alone. A model's layers are alike, so a few of them are built, enough that they do not fit into a cache, and their time is scaled to all;
 where a pass is bound by arithmetic, some of these do.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from batchllm.engine.pool import KvShape, make_pool
+from batchllm.engine.rehearsal import Form, beside_layers_s
 from batchllm.kernels.attention import CHUNK, AttentionPlan, HeadShape
 from batchllm.models.config import ModelConfig
 from batchllm.models.decoder import Decoder
@@ -86,8 +87,9 @@ def measure_rates(
     device: torch.device,
     load: StepLoad,
     int8_parts: frozenset[str] = frozenset(),
+    form: Form | None = None,
 ) -> ObservedRates:
-    """Times a few forward passes (a second or two on a CPU). Nothing is known of `generated_share` then."""
+    """Times a few forward passes (a second or two on a CPU). Nothing is known of what rows do then. `form`: what completions must be."""
     layer_bytes = dtype.itemsize * sum(
         int(np.prod(shape))
         for name, shape in canonical_shapes(replace(config, num_layers=1)).items()
@@ -107,7 +109,7 @@ def measure_rates(
     bench = _Bench(decoder, num_layers=config.num_layers, load=load)
     most = load.max_sequences
     batches = sorted({1, min(8, most), min(64, most), most})
-    decode = {batch: bench.step_s(_Rows(batch)) for batch in batches}
+    decode = {batch: bench.layers_s(_Rows(batch)) + bench.beside_layers_s(batch, form) for batch in batches}
 
     reading = _Rows(_READERS, context=_READ_CONTEXT - 1)
     read_s = bench.attention_s(reading) / reading.pairs
@@ -129,10 +131,11 @@ def measure_rates(
         prefill_tokens_per_s=1 / row_s,
         prefill_pairs_per_s=1 / max(pair_s, 1e-15),
         decode_step_s=tuple(decode.items()),
+        kv_found_bytes_per_s=kv_bytes / max(read_s, 1e-15),
         kv_read_bytes_per_s=kv_bytes / max(read_s, 1e-15),
         kv_spared_bytes_per_s=kv_bytes / max(spared_s, 1e-15),
         kv_first_write_bytes_per_s=bench.first_write_bytes_per_s,
-        generated_share=None,
+        expected=None,
     )
 
 
@@ -154,18 +157,21 @@ class _Bench:
         self._wait()
         self.first_write_bytes_per_s = self._kv.untyped_storage().nbytes() / (time.perf_counter() - began)
 
-    def step_s(self, rows: _Rows) -> float:
-        """A step that decodes, sampling included, scaled to all layers."""
-        scale = self._num_layers / self._decoder.config.num_layers
+    def layers_s(self, rows: _Rows) -> float:
+        """The layers of a step that decodes, scaled to all of them."""
         forward = self._forward(self._decoder, rows, sampled=_last_rows(rows))
+        return _middle(lambda: forward()[1]) * self._num_layers / self._decoder.config.num_layers
 
-        def run() -> float:
-            hidden, layers_s = forward()
-            began = time.perf_counter()
-            self._decoder.argmax(hidden).cpu()
-            return layers_s * scale + time.perf_counter() - began
-
-        return _middle(run)
+    def beside_layers_s(self, num_sequences: int, form: Form | None) -> float:
+        """What else such a step takes: see `rehearsal`."""
+        return beside_layers_s(
+            self._decoder.cut(1),
+            kv=self._kv,
+            num_blocks=self._num_blocks,
+            block_size=_BLOCK_SIZE,
+            num_sequences=num_sequences,
+            form=form,
+        )
 
     def prefill_s(self, rows: _Rows) -> float:
         """The layers of a step of prompt rows, all of them to their end."""

@@ -25,8 +25,8 @@ def test_rates_are_numbers_above_zero_for_rising_batches(load: StepLoad) -> None
     assert [sequences for sequences, _ in rates.decode_step_s] == [1, 8, 20]
     values = [getattr(rates, field.name) for field in fields(rates) if field.name.endswith("_per_s")]
     values += [seconds for _, seconds in rates.decode_step_s]
-    assert len(values) == 8 and all(value > 0 and math.isfinite(value) for value in values)
-    assert rates.generated_share is None
+    assert len(values) == 9 and all(value > 0 and math.isfinite(value) for value in values)
+    assert rates.expected is None
 
 
 def test_attention_is_timed_apart_from_the_rows_it_belongs_to() -> None:
