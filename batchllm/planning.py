@@ -166,7 +166,11 @@ class Planner:
         num_error_rows = sum(1 for _ in self._stage(stage.job, stage.input, tokenizer, stage.staging, stage.history))
         plan = self._plan(stage.staging)
         facts = self._engine_facts(plan)
-        load = StepLoad(max_sequences=facts.config.max_sequences, max_tokens=facts.config.max_step_tokens)
+        load = StepLoad(
+            max_sequences=facts.config.max_sequences,
+            max_tokens=facts.config.max_step_tokens,
+            held_tokens=simulate_demand(plan, **asdict(facts.limits)).peak_live_tokens,
+        )
         rates, rates_from = self.rates(load)
         explanation = facts.explain(
             plan,

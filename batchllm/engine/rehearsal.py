@@ -58,7 +58,6 @@ def beside_layers_s(
     seconds = statistics.median(step.schedule_s + step.sample_s for step in free[1:])
     if form is None:
         return seconds
-    bench.run(form)  # the first time finds memory
     sampled = [step.sample_s for step in bench.run(form) if 2 * step.num_rows >= num_sequences]
     return seconds + max(statistics.mean(sampled) - statistics.median(step.sample_s for step in free), 0.0)
 
