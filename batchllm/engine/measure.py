@@ -179,7 +179,9 @@ class _Bench:
         """The layers of a step that decodes, scaled to all of them. The pool goes through the caches before, as it does in a step before."""
         forward = self._forward(self._decoder, rows, sampled=_last_rows(rows))
         scale = self._num_layers / self._decoder.config.num_layers
-        pool = self._kv.view(-1).view(torch.int64)
+        storage = self._kv.untyped_storage()
+        pool = torch.empty(0, dtype=torch.int64, device=self._decoder.device)
+        pool.set_(storage, 0, (storage.nbytes() // pool.itemsize,), (1,))
 
         def run() -> float:
             pool.sum()
