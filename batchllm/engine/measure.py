@@ -30,7 +30,7 @@ _LAYERS_BYTES = 256 << 20
 _PREFILL_LAYERS = 4
 _BLOCK_SIZE = 16
 _TILE_SIZE = 1 << 16
-_ROUNDS, _ENOUGH_S = 4, 2.0
+_ROUNDS, _ENOUGH_S = 4, 4.0
 """Each pass once a round, and its middle time counts: what disturbs the machine for a moment disturbs one round of each, not all rounds of one.
 The first round finds memory, and counts where no other comes before there is enough."""
 
