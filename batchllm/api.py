@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from batchllm.data.results import connect, query
 from batchllm.data.spool import spool_batches
-from batchllm.errors import InputError, JobError
+from batchllm.errors import InputError, JobError, OutputError
 from batchllm.job import SOURCES, Job
 from batchllm.planning import JobPlan, plan_job
 from batchllm.planning_stages import StagedPlan
@@ -53,11 +53,11 @@ class Result:
     _keeper: _TemporaryFolder | None = field(default=None, repr=False)
 
     def to_table(self) -> pa.Table:
-        """All rows as one Arrow table. Raises OutputError where a part cannot be read."""
+        """All rows as one Arrow table. Raises FolderError where a part cannot be read."""
         return query("SELECT * FROM completions", self.folder)
 
     def iter_batches(self, *, max_rows: int = 16_384) -> Iterator[pa.RecordBatch]:
-        """The rows in batches of at most `max_rows`, so that memory stays bounded. Raises OutputError."""
+        """The rows in batches of at most `max_rows`, so that memory stays bounded. Raises FolderError."""
         connection = connect(self.folder)
         try:
             yield from connection.sql("SELECT * FROM completions").to_arrow_reader(max_rows)
@@ -72,8 +72,8 @@ def run(job: Job, rows: Rows | None = None, *, limit: int | None = None, observe
     the input that the job names. `limit` takes the first rows. Completions go to the job's `output.path`, where a run
     that was stopped is finished by the same call; without a path, to a temporary folder. `observer` is told how far it is.
 
-    Raises JobError, InputError, ModelError or OutputError where the job cannot run, RunLockedError where another run is
-    at it. A row that cannot be run raises nothing: it is a row with `error`.
+    Raises a WrongInputError (JobError, InputError, ModelError, FolderError) where the job cannot run, OutputError where the disk is
+    full, ModelFetchError where the network is down, RunLockedError where another run is at it. A row that cannot be run raises nothing: it is a row with `error`.
     """
     with tempfile.TemporaryDirectory(prefix="batchllm-rows-") as name:
         job, keeper = _with_places(job, rows, folder=Path(name))
@@ -120,5 +120,7 @@ def _spooled(rows: ArrowStream | pa.RecordBatch, *, folder: Path) -> Path:
         )
     try:
         return spool_batches(pa.RecordBatchReader.from_stream(rows), spool_folder=folder)
-    except (OSError, pa.ArrowException) as error:
+    except OSError as error:
+        raise OutputError(f"rows: cannot be staged: {error.strerror or error}") from None
+    except pa.ArrowException as error:
         raise InputError(f"rows: cannot be staged: {str(error).splitlines()[0]}") from None

@@ -18,7 +18,7 @@ import torch
 
 from batchllm import __version__
 from batchllm.data.inputs import open_input
-from batchllm.errors import BatchLLMError
+from batchllm.errors import BatchLLMError, FolderError
 from batchllm.job import Job
 from batchllm.kernels.native import library as native_library
 from batchllm.models.embedded import EMBEDDED
@@ -82,10 +82,13 @@ class Diagnosis:
 def diagnose(job: Job | None, *, spill_folder: Path | None = None) -> Diagnosis:
     """Looks at everything; with a job also at its model, input and output. `spill_folder` default: the job's, else the cache folder.
 
-    Reads and writes up to 256 MiB in the spill folder, in a file that has no name.
+    Reads and writes up to 256 MiB in the spill folder, in a file that has no name. Raises FolderError for a `spill_folder` that is a file.
     """
     disk = job.engine.kv.disk if job is not None else None
-    spill = spill_folder or (Path(disk.path) if disk is not None else _cache_folder())
+    if spill_folder is not None:
+        spill = existing_folder(spill_folder)
+    else:
+        spill = Path(disk.path) if disk is not None else _cache_folder()
     findings = [*_software(), *_compute(job), *_memory(), *_disk(spill), *_models()]
     if job is not None:
         findings += _job(job)
@@ -184,7 +187,11 @@ def _memory() -> Iterator[Finding]:
 
 def _disk(spill: Path) -> Iterator[Finding]:
     yield _uring()
-    folder = existing_folder(spill)
+    try:
+        folder = existing_folder(spill)
+    except FolderError as error:
+        yield Finding("spill folder", "problem", str(error), "correct engine.kv.disk.path, or BATCHLLM_HOME")
+        return
     if not os.access(folder, os.W_OK):
         yield Finding(
             "spill folder", "problem", f"{folder}: cannot be written", "set BATCHLLM_HOME to a folder of yours"
@@ -242,9 +249,12 @@ def _job(job: Job) -> Iterator[Finding]:
         yield Finding("input", "ok", "SQL; it runs when the job does")
     else:
         yield _checked("input", lambda: _input(job), remedy="correct input.path and the columns that the job names")
-    output = Path(job.output.path)
-    folder = existing_folder(output)
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+    try:
+        folder = existing_folder(Path(job.output.path))
+    except FolderError as error:
+        yield Finding("output", "problem", str(error), "choose another output.path")
+        return
+    if not os.access(folder, os.W_OK | os.X_OK):
         yield Finding("output", "problem", f"{folder}: cannot be written", "choose another output.path")
     else:
         yield _space("output", folder)

@@ -6,14 +6,15 @@ import datetime
 import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, WithJsonSchema, model_validator
 
 from batchllm.data.phrases import describe
-from batchllm.data.section import Section
+from batchllm.data.places import checked_place
+from batchllm.data.section import Argument, Name, Place, Section
 from batchllm.data.sections import (
     InputSection,
     OutputSection,
@@ -62,7 +63,7 @@ AutoCount = Annotated[
 AutoSize = Annotated[Literal["auto"] | int, BeforeValidator(parse_size), WithJsonSchema(_SIZE_SCHEMA)]
 
 
-Command = Annotated[tuple[str, ...], Field(strict=False)]
+Command = Annotated[tuple[Argument, ...], Field(strict=False)]
 """A program and its arguments, run without a shell; empty for none."""
 
 
@@ -76,7 +77,7 @@ class KvDiskSection(Section):
     Blocks kept by `persist` that are older than `max_age_days` are free for others.
     """
 
-    path: Annotated[str, Field(min_length=1)]
+    path: Place
     size: AutoSize = "auto"
     max_age_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 14.0
 
@@ -138,9 +139,9 @@ class Job(Section):
     be left out. Raises pydantic.ValidationError, a ValueError, which names the keys that are wrong.
     """
 
-    model: Annotated[str, Field(min_length=1)]
+    model: Place
     prompt: PromptSection = PromptSection()
-    name: Annotated[str, Field(min_length=1)] = "job"
+    name: Name = "job"
     input: InputSection = InputSection()
     sampling: SamplingSection = SamplingSection()
     output: OutputSection = OutputSection()
@@ -239,27 +240,21 @@ def load_job(path: Path | str, *, overrides: Sequence[str] = (), date: datetime.
     _check_keys(source)
     _check_complete(source)
     folder = Path(os.path.abspath(path)).parent
-    for section, key in (("input", "path"), ("input", "sql"), ("input", "openai_batch"), ("output", "path")):
-        values = source.value.get(section)
-        if isinstance(values, dict) and isinstance(values.get(key), str) and values[key]:
-            try:
-                text = fill_dates(values[key], date=run_date)
-            except ValueError as error:
-                raise _error(source, (section, key), str(error)) from None
-            values[key] = text if key == "sql" else _absolute(text, folder=folder)
-    engine = source.value.get("engine")
-    kv = engine.get("kv") if isinstance(engine, dict) else None
-    disk = kv.get("disk") if isinstance(kv, dict) else None
-    if isinstance(disk, dict) and isinstance(disk.get("path"), str) and disk["path"]:
-        disk["path"] = _absolute(disk["path"], folder=folder)
+
+    def dated(text: str) -> str:
+        return fill_dates(text, date=run_date)
+
+    def absolute(text: str) -> str:
+        return _absolute(text, folder=folder)
+
+    _replace(source, ("input", "sql"), dated)
+    for at in (("input", "path"), ("input", "openai_batch"), ("output", "path")):
+        _replace(source, at, lambda text: absolute(dated(text)))
+    _replace(source, ("engine", "kv", "disk", "path"), absolute)
     stages = source.value.get("stages")
-    for part in [source.value, *(stages if isinstance(stages, list) else [])]:
-        output = part.get("output") if isinstance(part, dict) else None
-        if isinstance(output, dict) and isinstance(output.get("schema"), str) and output["schema"]:
-            output["schema"] = _absolute(output["schema"], folder=folder)
-    model = source.value.get("model")
-    if isinstance(model, str) and _is_path(model, folder=folder):
-        source.value["model"] = _absolute(model, folder=folder)
+    for outer in [(), *(("stages", number) for number in range(len(stages) if isinstance(stages, list) else 0))]:
+        _replace(source, (*outer, "output", "schema"), absolute)
+    _replace(source, ("model",), lambda text: absolute(text) if _is_path(text, folder=folder) else text)
     try:
         job = Job.model_validate(source.value)
     except ValidationError as error:
@@ -273,13 +268,31 @@ def load_job(path: Path | str, *, overrides: Sequence[str] = (), date: datetime.
     return job
 
 
+def _replace(source: JobSource, at: Location, change: Callable[[str], str]) -> None:
+    """Changes the text at a location, if there is one. Raises JobError where `change` raises ValueError."""
+    holder: Any = source.value
+    for part in at[:-1]:
+        holder = holder[part] if isinstance(part, int) else holder.get(part) if isinstance(holder, dict) else None
+    value = holder.get(at[-1]) if isinstance(holder, dict) else None
+    if isinstance(value, str) and value:
+        try:
+            holder[at[-1]] = change(value)
+        except ValueError as error:
+            raise _error(source, at, str(error)) from None
+
+
 def _absolute(text: str, *, folder: Path) -> str:
-    return os.path.normpath(folder / Path(text).expanduser())
+    """Raises ValueError for what is no path."""
+    try:
+        path = Path(checked_place(text)).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{text} begins with a user who is not known here") from None
+    return os.path.normpath(folder / path)
 
 
 def _is_path(model: str, *, folder: Path) -> bool:
     """A model is a path when it is written as one or lies there; else it is a known name or a hub id."""
-    return model.startswith((".", "/", "~")) or model.endswith(".gguf") or (folder / model).exists()
+    return model.startswith((".", "/", "~")) or model.endswith(".gguf") or (folder / checked_place(model)).exists()
 
 
 def _check_keys(source: JobSource) -> None:

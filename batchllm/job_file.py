@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from batchllm.data.places import place_mistake
 from batchllm.errors import JobError
 
 Location = tuple[str | int, ...]
@@ -110,6 +111,9 @@ def _collect_origins(node: yaml.Node, *, at: Location, name: str, origins: dict[
 
 def read_job_file(path: Path, *, overrides: Sequence[str]) -> JobSource:
     """The file's value with `key.key=value` overrides applied (the value is YAML). Raises JobError."""
+    mistake = place_mistake(str(path))
+    if mistake is not None:
+        raise JobError(f"the name of the job file {mistake}")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -127,8 +131,11 @@ def read_job_file(path: Path, *, overrides: Sequence[str]) -> JobSource:
     return JobSource(path=path, value=value, origins=origins)
 
 
+_MOST_SHOWN = 200
+
+
 def _apply_override(override: str, *, value: dict[str, Any], origins: dict[Location, str]) -> None:
-    name = f"--set {override}"
+    name = f"--set {override if len(override) <= _MOST_SHOWN else override[:_MOST_SHOWN] + '…'}"
     key, equals, text = override.partition("=")
     parts = tuple(key.strip().split("."))
     if not equals or not all(parts):

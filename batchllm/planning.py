@@ -240,7 +240,7 @@ class Planner:
         config, settings = self._config, self._job.engine
         kernels = select_kernels(self._device, head_dim=config.head_dim)
         kv_dtype = kv_dtype_for(settings.kv.dtype, dtype=self._dtype, kernels=kernels)
-        shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype)
+        shape = KvShape.of(config, kv_dtype)
         sizes = size_engine(
             plan=plan,
             shape=shape,
@@ -270,7 +270,9 @@ class Planner:
             spaces.append(TierSpace(name="host", capacity_bytes=num_slots * block_bytes, bytes_per_s=rate))
         if kv.disk is not None:
             folder = existing_folder(Path(kv.disk.path))
-            num_slots = disk_slots(kv.disk.size, folder=folder, block_bytes=block_bytes, most_blocks=most)
+            num_slots = disk_slots(
+                kv.disk.size, folder=folder, block_bytes=block_bytes, most_blocks=most, persist=kv.persist
+            )
             try:
                 rate = min(measure_disk(folder, block_bytes=block_bytes))
             except StorageError as error:

@@ -131,7 +131,7 @@ def _recorded_plans(run: RecordedRun) -> list[_RecordedPlan]:
             )
             for part in plan["plans"]
         ]
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise JobError(f"{run.path}/plan.json: another version of this program wrote it; run the job again") from None
 
 

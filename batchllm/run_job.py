@@ -18,7 +18,7 @@ from batchllm.data.results import query
 from batchllm.data.run_folder import RunFolder, RunRecord
 from batchllm.data.schema import completion_schema
 from batchllm.engine.metrics import RunMetrics
-from batchllm.errors import OutputError
+from batchllm.errors import FolderError, OutputError
 from batchllm.job import Job
 from batchllm.models.fingerprint import model_fingerprint
 from batchllm.models.registry import resolve_model
@@ -49,7 +49,8 @@ class RunOptions:
 def run_job(job: Job, *, options: RunOptions | None = None, observer: Observer | None = None) -> RunSummary:
     """Runs what is left of `job` and returns what happened.
 
-    Raises JobError, InputError, ModelError or OutputError where the job cannot run, RunLockedError where another run is at it.
+    Raises a WrongInputError (JobError, InputError, ModelError, FolderError) where the job cannot run, RunLockedError where another run is at it,
+    OutputError where the disk is full.
     """
     observer = observer or Observer()
     started_at = time.monotonic()
@@ -101,7 +102,7 @@ class _Run:
         record = RunRecord() if self._runner is None else self._runner.record()
         try:
             folder.close(status=status, summary=summary, record=record, error=error)
-        except OutputError as failure:
+        except (FolderError, OutputError) as failure:
             self._observer.note(str(failure))
 
     def _execute(self, folder: RunFolder) -> RunSummary:

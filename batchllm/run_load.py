@@ -40,7 +40,7 @@ class DecoderLoad:
         self.source = source
         self.max_context = config.max_context
         self.vocab_size = config.vocab_size
-        self.kv_shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, kept_dtype)
+        self.kv_shape = KvShape.of(config, kept_dtype)
         self._num_threads = torch.get_num_threads()
         self._given_up = threading.Event()
 

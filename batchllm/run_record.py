@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +14,12 @@ import llguidance
 import numpy as np
 import torch
 
+from batchllm.data.run_files import TIER_COLUMNS
 from batchllm.data.run_folder import RecordedRun, runs_of_job
-from batchllm.data.run_views import TIER_COLUMNS
 from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.grammar_tokens import num_sampled
 from batchllm.engine.pool import KvShape
-from batchllm.errors import JobError
+from batchllm.errors import FolderError, JobError
 from batchllm.job import Job
 from batchllm.kernels import attention
 from batchllm.models.tokenizer import Tokenizer
@@ -34,10 +35,12 @@ _TIER_INTERVAL_S = 1.0
 
 
 def existing_folder(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or the nearest one above it that is there. Raises FolderError where that is a file."""
     folder = folder.absolute()
-    while not folder.exists() and folder != folder.parent:
+    while not os.path.exists(folder) and folder != folder.parent:
         folder = folder.parent
+    if not folder.is_dir():
+        raise FolderError(f"{folder}: is a file, and a folder is wanted there")
     return folder
 
 
@@ -241,5 +244,5 @@ def _read_rates(run: RecordedRun) -> ObservedRates | None:
     """None for a file that another version wrote."""
     try:
         return ObservedRates.from_json(run.rates or {})
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None

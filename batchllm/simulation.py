@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from batchllm.planner.requests import Requests, read_trace, requests_of_plan
 from batchllm.planner.simulate import POLICIES, Replay, Sizes, simulate
 from batchllm.storage.cost import CostTable, Rate
 
+_MOST_PERCENT = 10_000
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
@@ -99,7 +101,7 @@ def job_workload(job: Job, *, limit: int | None = None, note: Callable[[str], No
     dtype = dtype_for(settings.dtype, torch.device("cpu" if settings.device == "auto" else settings.device))
     # A replay runs no kernel: what the reference can keep, it can count.
     kv_dtype = kv_dtype_for(settings.kv.dtype, dtype=dtype, kernels=REFERENCE)
-    shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype)
+    shape = KvShape.of(config, kv_dtype)
     requests = requests_of_plan(plan, block_size=settings.block_size)
     return Workload(job.name, requests, shape.block_bytes(settings.block_size))
 
@@ -140,7 +142,7 @@ def size_in_blocks(text: str, *, option: str, working_set: int, block_bytes: int
     if text == "0":
         return 0
     share = _SHARE.fullmatch(text.strip())
-    if share is not None:
+    if share is not None and float(share[1]) <= _MOST_PERCENT:
         return int(working_set * float(share[1]) / 100)
     try:
         size = parse_size(text)
@@ -158,9 +160,9 @@ def read_rates(path: Path) -> dict[Rate, float]:
         rates = {Rate(name): float(value) for name, value in values.items()}
     except OSError as error:
         raise JobError(f"--rates {path}: {error.strerror}") from None
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         known = ", ".join(rate.value for rate in Rate)
         raise JobError(f"--rates {path}: {error}; needs a JSON object with rates above 0, of {known}") from None
-    if not all(rate > 0 for rate in rates.values()):
-        raise JobError(f"--rates {path}: rates are above 0")
+    if not all(0 < rate < math.inf for rate in rates.values()):
+        raise JobError(f"--rates {path}: rates are finite numbers above 0")
     return rates

@@ -33,7 +33,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def become_command(request: dict[str, Any], run: Path) -> None:
-    for descriptor, source in ((0, "/dev/null"), (1, run / "stdout"), (2, run / "stderr")):
+    for descriptor, source in ((0, "/dev/null"), (1, request["stdout"] or run / "stdout"), (2, run / "stderr")):
         opened = os.open(source, os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(opened, descriptor)
         os.close(opened)
@@ -41,6 +41,8 @@ def become_command(request: dict[str, Any], run: Path) -> None:
     sys.stdout = open(1, "w", closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
     os.chdir(request["folder"])
+    if request["remove_folder"]:
+        os.rmdir(request["folder"])
     if request["file_limit_bytes"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_limit_bytes"], resource.RLIM_INFINITY))
     os.environ.update(request["environment"])

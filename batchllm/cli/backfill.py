@@ -10,10 +10,12 @@ from typing import Literal
 import click
 
 from batchllm.cli.options import run_options, stop_rules
+from batchllm.cli.paths import GivenPath
+from batchllm.cli.saying import put
 
 
 @click.command()
-@click.argument("job_file", type=click.Path(path_type=Path))
+@click.argument("job_file", type=GivenPath())
 @click.option("--from", "first", type=click.DateTime(["%Y-%m-%d"]), required=True, help="The first date.")
 @click.option("--to", "last", type=click.DateTime(["%Y-%m-%d"]), required=True, help="The last date; it is run too.")
 @run_options
@@ -53,16 +55,19 @@ def backfill(
         from batchllm.run_summary import summary_values
 
         jobs = load_dates(job_file, overrides=overrides, first=first.date(), last=last.date())
+        view.note(f"{first.date()} to {last.date()}: {len(jobs):,} date{'' if len(jobs) == 1 else 's'}")
         shown = view
+
+        results: list[DateResult] = []
 
         def observer(job: Job) -> Observer:
             nonlocal shown
             shown.close()
             shown = view.for_date(job.name, job.date)
+            shown.note(f"date {len(results) + 1:,} of {len(jobs):,}")
             return Observer(note=shown.note, progress=shown.update, should_stop=stop.asked)
 
         options = RunOptions(limit=limit, retry_errors=retry_errors, max_error_rate=rules.max_error_rate)
-        results: list[DateResult] = []
         for result in run_dates(jobs, job_file=job_file, options=options, observer=observer):
             results.append(result)
             shown.close()
@@ -72,9 +77,9 @@ def backfill(
                 shown.summary(summary_values(result.summary))
             if as_json:
                 values = {"exit_code": result.exit_code} if result.summary is None else summary_values(result.summary)
-                click.echo(json.dumps({"date": str(result.date), **values, "error": error}))
+                put(json.dumps({"date": str(result.date), **values, "error": error}))
             elif result.summary is not None:
-                click.echo(f"{result.date} {summary_text(result.summary)}")
+                put(f"{result.date} {summary_text(result.summary)}")
             if error is not None:
                 view.error(f"{result.date}: {error}", exit_code=result.exit_code)
         if len(results) < len(jobs):

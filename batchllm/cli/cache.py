@@ -11,15 +11,15 @@ from typing import Any
 
 import click
 
-from batchllm.errors import JobError, RunLockedError
+from batchllm.cli.paths import GivenFolder, GivenPath
+from batchllm.cli.saying import put
+from batchllm.errors import FolderError, JobError, RunLockedError
 
 
 def _place(command: Callable[..., Any]) -> Callable[..., Any]:
     """Where the cache files lie: a job file's `engine.kv.disk.path`, or a folder."""
-    command = click.option("--folder", type=click.Path(path_type=Path), help="The folder, instead of a job file.")(
-        command
-    )
-    command = click.argument("job_file", required=False, type=click.Path(path_type=Path))(command)
+    command = click.option("--folder", type=GivenFolder(), help="The folder, instead of a job file.")(command)
+    command = click.argument("job_file", required=False, type=GivenPath())(command)
     return click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")(command)
 
 
@@ -34,7 +34,10 @@ def _folder(job_file: Path | None, folder: Path | None) -> Path:
     disk = load_job(job_file).engine.kv.disk
     if disk is None:
         raise JobError(f"{job_file}: keeps nothing: it has no engine.kv.disk")
-    return Path(disk.path)
+    path = Path(disk.path)
+    if path.exists() and not path.is_dir():
+        raise FolderError(f"{job_file}: engine.kv.disk.path: {path}: is a file, and a folder is wanted there")
+    return path
 
 
 @click.group()
@@ -57,16 +60,16 @@ def list_files(job_file: Path | None, folder: Path | None, as_json: bool) -> Non
 
     rows = [as_row(found) for found in list_caches(_folder(job_file, folder))]
     if as_json:
-        click.echo(json.dumps(rows))
+        put(json.dumps(rows))
         return
     for row in rows:
         state = "in use" if row["is_in_use"] else "damaged" if row["fingerprint"] is None else "idle"
-        click.echo(
+        put(
             f"{row['path']}  {state}  {row['num_blocks']:,} of {row['num_slots']:,} blocks  {row['size_bytes'] / 1e6:,.1f} MB  "
             f"oldest {_time(row['oldest_s'])}, newest {_time(row['newest_s'])}"
         )
     if not rows:
-        click.echo("no cache files")
+        put("no cache files")
 
 
 @cache.command()
@@ -91,13 +94,13 @@ def verify(context: click.Context, job_file: Path | None, folder: Path | None, a
             row["state"] = "no cache file"
         rows.append(row)
     if as_json:
-        click.echo(json.dumps(rows))
+        put(json.dumps(rows))
     else:
         for row in rows:
             causes = "".join(f", {count:,} {cause}" for cause, count in row["damaged"].items())
-            click.echo(f"{row['path']}  {row['state']}  {row['num_good']:,} good, {row['num_free']:,} free{causes}")
+            put(f"{row['path']}  {row['state']}  {row['num_good']:,} good, {row['num_free']:,} free{causes}")
         if not rows:
-            click.echo("no cache files")
+            put("no cache files")
     context.exit(3 if any(row["state"] in ("damaged", "no cache file") for row in rows) else 0)
 
 
@@ -117,12 +120,12 @@ def rm(job_file: Path | None, folder: Path | None, as_json: bool) -> None:
         except CacheInUseError:
             in_use.append(str(found.path))
     if as_json:
-        click.echo(json.dumps(removed))
+        put(json.dumps(removed))
     else:
         for path in removed:
-            click.echo(f"removed {path}")
+            put(f"removed {path}")
         if not removed and not in_use:
-            click.echo("no cache files")
+            put("no cache files")
     if in_use:
         raise RunLockedError(f"in use by a run, not removed: {', '.join(in_use)}")
 

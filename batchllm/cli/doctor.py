@@ -8,14 +8,17 @@ from pathlib import Path
 
 import click
 
+from batchllm.cli.paths import GivenPath
+from batchllm.cli.saying import put
+
 
 @click.command()
-@click.argument("job_file", type=click.Path(path_type=Path), required=False)
+@click.argument("job_file", type=GivenPath(), required=False)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of the job, as for run.")
 @click.option("--date", type=click.DateTime(["%Y-%m-%d"]), help="The date that the job sees; default today.")
 @click.option(
     "--spill-folder",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=GivenPath(file_okay=False),
     help="The folder whose disk is measured; default the job's, else the cache folder.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; nothing else.")
@@ -39,5 +42,5 @@ def doctor(
         raise click.UsageError("--set and --date are for a job; name its file")
     job = load_job(job_file, overrides=overrides, date=date.date() if date else None) if job_file is not None else None
     diagnosis = diagnose(job, spill_folder=spill_folder)
-    click.echo(json.dumps(diagnosis.to_json(), ensure_ascii=False) if as_json else diagnosis.to_text())
+    put(json.dumps(diagnosis.to_json(), ensure_ascii=False) if as_json else diagnosis.to_text())
     context.exit(diagnosis.exit_code)

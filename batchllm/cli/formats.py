@@ -10,9 +10,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import click
-
-from batchllm.errors import OutputError
+from batchllm.cli.saying import put
+from batchllm.errors import write_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -21,10 +20,10 @@ TableFormat = Literal["table", "csv", "json", "parquet"]
 
 
 def write_table(table: pa.Table, *, table_format: TableFormat, output_file: Path | None) -> None:
-    """Writes rows to `output_file`, which appears whole, or to standard output. Raises OutputError."""
+    """Writes rows to `output_file`, which appears whole, or to standard output. Raises FolderError or OutputError."""
     content = _parquet(table) if table_format == "parquet" else _text(table, table_format).encode()
     if output_file is None:
-        click.echo(content, nl=False)
+        put(content, newline=False)
         return
     temporary = output_file.with_name(f".{output_file.name}.tmp")
     try:
@@ -33,7 +32,7 @@ def write_table(table: pa.Table, *, table_format: TableFormat, output_file: Path
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise OutputError(f"{output_file}: cannot be written: {error.strerror}") from None
+        raise write_error(f"{output_file}: cannot be written", error) from None
 
 
 def _text(table: pa.Table, table_format: TableFormat) -> str:

@@ -1,7 +1,9 @@
-"""`batchllm`: the command line. Parses, calls one function, prints; a typed error becomes one line and an exit code."""
+"""`batchllm`: the command line. Parses, calls one function, prints; what goes wrong becomes one line and an exit code."""
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import traceback
 
@@ -16,10 +18,11 @@ from batchllm.cli.plan import plan
 from batchllm.cli.query import query
 from batchllm.cli.report import report
 from batchllm.cli.run import run
+from batchllm.cli.saying import drop_output, one_line, say
 from batchllm.cli.schedule import schedule
 from batchllm.cli.schema import schema
 from batchllm.cli.simulate import simulate
-from batchllm.errors import BatchLLMError
+from batchllm.errors import BatchLLMError, JobError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -29,6 +32,10 @@ from batchllm.errors import BatchLLMError
 def cli(context: click.Context, debug: bool) -> None:
     """Offline batch engine for language models: one job file in, Parquet out."""
     context.obj = {"debug": debug}
+    try:
+        os.getcwd()
+    except OSError:
+        raise JobError("the working folder is no longer there; change to another one") from None
 
 
 for command in (run, plan, report, backfill, schedule, query, doctor, models, schema, simulate, cache):
@@ -37,18 +44,42 @@ for command in (run, plan, report, backfill, schedule, query, doctor, models, sc
 
 def main() -> None:
     """Entry point: runs the command line and ends with the exit code of what happened."""
-    debug = "--debug" in sys.argv[1:]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal's encoding lacks is no reason to fail.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = cli.main(standalone_mode=False)
     except click.exceptions.Abort:
         code = 130
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         code = error.exit_code
+    except click.ClickException as error:
+        code = _refuse(_usage_line(error), exit_code=error.exit_code)
     except BatchLLMError as error:
-        if debug:
-            traceback.print_exc()
-        else:
-            click.echo(f"batchllm: {error}", err=True)
-        code = error.exit_code
+        code = _refuse(str(error), exit_code=error.exit_code)
+    except MemoryError:
+        code = _refuse("this machine's memory does not suffice", exit_code=BatchLLMError.exit_code)
+    except OSError as error:
+        # Help, or a file of the system that no command expects to fail.
+        drop_output()
+        place = "a file or standard output" if error.filename is None else error.filename
+        code = _refuse(f"{place}: {error.strerror or error}", exit_code=BatchLLMError.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse(line: str, *, exit_code: int) -> int:
+    if "--debug" in sys.argv[1:]:
+        traceback.print_exc()
+    else:
+        say(f"batchllm: {one_line(line)}")
+    return exit_code
+
+
+def _usage_line(error: click.ClickException) -> str:
+    """Click's message, and where more is to be read."""
+    context = getattr(error, "ctx", None)
+    if context is None:
+        context = click.get_current_context(silent=True)
+    command = "batchllm" if context is None else context.command_path
+    return f"{error.format_message().rstrip('.')} (see {command} --help)"

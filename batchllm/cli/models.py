@@ -6,6 +6,8 @@ import json
 
 import click
 
+from batchllm.cli.saying import put
+
 
 @click.group()
 def models() -> None:
@@ -19,7 +21,7 @@ def pull(name: str) -> None:
     from batchllm.models.embedded import pull as pull_model
     from batchllm.models.registry import cache_home
 
-    click.echo(pull_model(name, cache_home()))
+    put(str(pull_model(name, cache_home())))
 
 
 @models.command("list")
@@ -30,9 +32,7 @@ def list_models(*, as_json: bool) -> None:
 
     rows = list_embedded(cache_home())
     if as_json:
-        click.echo(json.dumps(rows))
+        put(json.dumps(rows))
         return
     for row in rows:
-        click.echo(
-            f"{row['name']}  {'here' if row['present'] else 'not fetched'}  {row['num_bytes']} bytes  {row['path']}"
-        )
+        put(f"{row['name']}  {'here' if row['present'] else 'not fetched'}  {row['num_bytes']} bytes  {row['path']}")

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import click
 
+from batchllm.cli.paths import GivenPath
+from batchllm.cli.saying import put, say
+
 
 @click.command()
-@click.argument("job_file", type=click.Path(path_type=Path))
+@click.argument("job_file", type=GivenPath())
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of the job, as for run.")
 @click.option("--date", type=click.DateTime(["%Y-%m-%d"]), help="The date that the job sees; default today.")
 @click.option("--limit", type=click.IntRange(min=1), help="Plan the first rows only.")
@@ -38,7 +41,7 @@ def plan(
 
     def note(line: str) -> None:
         if not as_json:
-            click.echo(f"{job.name}: {line}", err=True)
+            say(f"{job.name}: {line}")
 
     result = analyze_last_run(job, note=note) if analyze else plan_job(job, limit=limit, note=note)
-    click.echo(json.dumps(result.to_json(), ensure_ascii=False) if as_json else result.to_text())
+    put(json.dumps(result.to_json(), ensure_ascii=False) if as_json else result.to_text())

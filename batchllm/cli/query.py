@@ -10,7 +10,8 @@ from typing import get_args
 import click
 
 from batchllm.cli.formats import TableFormat
-from batchllm.cli.output_file import OutputFile
+from batchllm.cli.paths import GivenPath, OutputFile
+from batchllm.cli.saying import one_line, put, say
 
 _PROMPT = "sql> "
 
@@ -47,12 +48,13 @@ def query(
         raise click.UsageError("give one SQL statement, in quotes, and one job file")
     if table_format == "parquet" and output_file is None and not views:
         raise click.UsageError("--format parquet needs --output FILE")
-    job = load_job(arguments[-1], overrides=overrides, date=date.date() if date else None)
+    job_file = GivenPath().convert(arguments[-1], None, None)
+    job = load_job(job_file, overrides=overrides, date=date.date() if date else None)
     folder = Path(job.output.path)
     if views:
         from batchllm.data.results import view_statements
 
-        click.echo(";\n".join(view_statements(folder)) + ";")
+        put(";\n".join(view_statements(folder, warn=say)) + ";")
     elif len(arguments) == 2:
         _answer(arguments[0], folder, table_format=table_format, output_file=output_file)
     elif sys.stdin.isatty():
@@ -65,7 +67,7 @@ def _answer(sql: str, folder: Path, *, table_format: TableFormat, output_file: P
     from batchllm.cli.formats import write_table
     from batchllm.data.results import query as run_query
 
-    write_table(run_query(sql, folder), table_format=table_format, output_file=output_file)
+    write_table(run_query(sql, folder, warn=say), table_format=table_format, output_file=output_file)
 
 
 def _ask(folder: Path, *, table_format: TableFormat, output_file: Path | None) -> None:
@@ -79,7 +81,7 @@ def _ask(folder: Path, *, table_format: TableFormat, output_file: Path | None) -
     home = cache_home()
     home.mkdir(parents=True, exist_ok=True)
     session: PromptSession[str] = PromptSession(history=FileHistory(str(home / "query_history")))
-    click.echo("views: completions, errors, runs, steps, tiers; Ctrl-D ends", err=True)
+    say("views: completions, errors, runs, steps, tiers; Ctrl-D ends")
     while True:
         try:
             sql = session.prompt(_PROMPT)
@@ -91,4 +93,4 @@ def _ask(folder: Path, *, table_format: TableFormat, output_file: Path | None) -
             try:
                 _answer(sql, folder, table_format=table_format, output_file=output_file)
             except BatchLLMError as error:
-                click.echo(f"batchllm: {error}", err=True)
+                say(f"batchllm: {one_line(str(error))}")

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import click
 
-from batchllm.cli.output_file import OutputFile
+from batchllm.cli.paths import GivenPath, OutputFile
+from batchllm.cli.saying import put, say
 
 
 @click.command()
-@click.argument("job_file", type=click.Path(path_type=Path))
+@click.argument("job_file", type=GivenPath())
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of the job, as for run.")
 @click.option("--date", type=click.DateTime(["%Y-%m-%d"]), help="The date of the run; default today.")
 @click.option("--run", "run_id", metavar="RUN_ID", help="An earlier run of this output folder; default the last.")
@@ -40,20 +41,20 @@ def report(
     if as_text + as_json + (output_file is not None or open_page) > 1:
         raise click.UsageError("--text and --json print; --output and --open are for a page: choose one")
     job = load_job(job_file, overrides=overrides, date=date.date() if date else None)
-    made = build_report(Path(job.output.path), run_id=run_id)
+    made = build_report(Path(job.output.path), run_id=run_id, warn=say)
     if as_text:
         from batchllm.data.report_text import report_text
 
-        click.echo(report_text(made))
+        put(report_text(made))
     elif as_json:
         from batchllm.data.report_text import report_json
 
-        click.echo(report_json(made))
+        put(report_json(made))
     else:
         from batchllm.data.report_page import PAGE_FILE, write_page
 
         path = output_file or made.run.path / PAGE_FILE
         write_page(made, path)
-        click.echo(path)
+        put(str(path))
         if open_page:
             webbrowser.open(path.resolve().as_uri())

@@ -10,11 +10,12 @@ from typing import Literal
 import click
 
 from batchllm.cli.options import run_options, stop_rules
-from batchllm.cli.output_file import OutputFile
+from batchllm.cli.paths import GivenPath, OutputFile
+from batchllm.cli.saying import put
 
 
 @click.command()
-@click.argument("job_file", type=click.Path(path_type=Path))
+@click.argument("job_file", type=GivenPath())
 @run_options
 @click.option(
     "--date",
@@ -83,5 +84,5 @@ def run(
         view.summary(summary_values(summary))
         if summary.too_many_errors is not None:
             view.error(summary.too_many_errors, exit_code=summary.exit_code)
-    click.echo(json.dumps(summary_values(summary)) if as_json else summary_text(summary))
+        put(json.dumps(summary_values(summary)) if as_json else summary_text(summary))
     context.exit(summary.exit_code)

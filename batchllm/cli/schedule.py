@@ -6,13 +6,16 @@ from pathlib import Path
 
 import click
 
+from batchllm.cli.paths import GivenPath, OutputFile
+from batchllm.cli.saying import put, say
+
 
 @click.command()
-@click.argument("job_file", type=click.Path(path_type=Path))
+@click.argument("job_file", type=GivenPath())
 @click.argument("run_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- RUN_OPTIONS]")
 @click.option("--at", metavar="HH:MM", help="The local time of day.")
 @click.option("--as", "kind", type=click.Choice(["cron", "systemd"]), default="cron", show_default=True)
-@click.option("--log", type=click.Path(path_type=Path, dir_okay=False), help="Where the run's output is appended.")
+@click.option("--log", type=OutputFile(), help="Where the run's output is appended.")
 @click.option(
     "--install", is_flag=True, help="Put the entry into your crontab, in the place of this job's earlier one."
 )
@@ -41,13 +44,14 @@ def schedule(
         after = without_entry(before, job_file=job_file)
         if after != before:
             write_crontab(after)
-        click.echo(f"{job_file}: {'taken out of' if after != before else 'was not in'} your crontab", err=True)
+        say(f"{job_file}: {'taken out of' if after != before else 'was not in'} your crontab")
         return
     if at is None:
         raise click.UsageError("Missing option '--at'.")
 
     from batchllm.cli.options import stop_rules
     from batchllm.cli.run import run
+    from batchllm.errors import write_error
     from batchllm.job import load_job
     from batchllm.nightly.schedule import cron_entry, scheduled_job, systemd_units
 
@@ -62,9 +66,12 @@ def schedule(
     scheduled = scheduled_job(job_file, name=job.name, at=at, run_options=run_options, log=log)
     text = cron_entry(scheduled) if kind == "cron" else systemd_units(scheduled)
     # Without its folder the log could not be opened, and nothing would run.
-    scheduled.log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        scheduled.log.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(f"{scheduled.log}: no run could write its log", error) from None
     if install:
         write_crontab(with_entry(read_crontab(), job_file=job_file, entry=text))
-        click.echo(f"{job_file}: runs at {at} by your crontab; its output goes to {scheduled.log}", err=True)
+        say(f"{job_file}: runs at {at} by your crontab; its output goes to {scheduled.log}")
     else:
-        click.echo(text, nl=False)
+        put(text, newline=False)

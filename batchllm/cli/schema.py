@@ -6,10 +6,12 @@ import json
 
 import click
 
+from batchllm.cli.saying import put
+
 
 @click.command()
 def schema() -> None:
     """Print the JSON Schema of a job file, which lets an editor complete and check job files."""
     from batchllm.job_schema import job_schema
 
-    click.echo(json.dumps(job_schema(), indent=2, ensure_ascii=False))
+    put(json.dumps(job_schema(), indent=2, ensure_ascii=False))

@@ -8,21 +8,20 @@ from pathlib import Path
 
 import click
 
+from batchllm.cli.paths import GivenPath
+from batchllm.cli.saying import put, say
+
 
 @click.command()
-@click.argument("job_file", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--trace", type=click.Path(path_type=Path), help="Replay this trace (JSON lines with hash_ids) instead of a job."
-)
+@click.argument("job_file", required=False, type=GivenPath())
+@click.option("--trace", type=GivenPath(), help="Replay this trace (JSON lines with hash_ids) instead of a job.")
 @click.option("--pool", default="25%", show_default=True, help="Device pool: a size, or a share of the working set.")
 @click.option("--host", default="25%", show_default=True, help="Host memory tier, likewise; 0 for none.")
 @click.option("--disk", default="0", show_default=True, help="Disk tier, likewise; 0 for none.")
 @click.option(
     "--sequences", default=8, show_default=True, type=click.IntRange(min=1), help="Sequences that run at once."
 )
-@click.option(
-    "--rates", type=click.Path(path_type=Path), help="JSON file with this machine's rates; times are then predicted."
-)
+@click.option("--rates", type=GivenPath(), help="JSON file with this machine's rates; times are then predicted.")
 @click.option(
     "--kv-bytes-per-token",
     default=131_072,
@@ -63,7 +62,7 @@ def simulate(
     else:
         assert job_file is not None
         job = load_job(job_file, overrides=overrides, date=date.date() if date else None)
-        workload = job_workload(job, limit=limit, note=lambda line: click.echo(line, err=True))
+        workload = job_workload(job, limit=limit, note=lambda line: say(line))
     simulation = simulate_workload(
         workload,
         pool=pool,
@@ -72,4 +71,4 @@ def simulate(
         max_sequences=sequences,
         rates=None if rates is None else read_rates(rates),
     )
-    click.echo(json.dumps(simulation.to_json()) if as_json else simulation_text(simulation))
+    put(json.dumps(simulation.to_json()) if as_json else simulation_text(simulation))

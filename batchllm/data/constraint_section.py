@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
-from batchllm.data.constraints import choice_grammar, read_schema, regex_grammar, schema_grammar
+from batchllm.data.constraints import check_grammar, choice_grammar, read_schema, regex_grammar, schema_grammar
 from batchllm.data.phrases import describe
 from batchllm.data.section import ColumnName, PerRow, Section
 from batchllm.prompt import Grammar
@@ -14,7 +24,11 @@ from batchllm.prompt import Grammar
 
 def _checked_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
     if value is not None:
-        schema_grammar(value)
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("must be Unicode text, which holds no half of a surrogate pair") from None
+        check_grammar(schema_grammar(value))
     return value
 
 
@@ -24,16 +38,20 @@ def _label_list(value: object) -> object:
     return value
 
 
-def _checked_labels(value: tuple[str, ...]) -> tuple[str, ...]:
+def _distinct_labels(value: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(value)) != len(value):
         raise ValueError("names a label twice")
-    choice_grammar(value)
+    return value
+
+
+def _checked_labels(value: tuple[str, ...]) -> tuple[str, ...]:
+    check_grammar(choice_grammar(value))
     return value
 
 
 def _checked_regex(value: str | None) -> str | None:
     if value is not None:
-        regex_grammar(value)
+        check_grammar(regex_grammar(value))
     return value
 
 
@@ -41,8 +59,9 @@ _Labels = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
     Field(strict=False),
     BeforeValidator(_label_list),
-    AfterValidator(_checked_labels),
+    AfterValidator(_distinct_labels),
 ]
+_ROW_LABELS: TypeAdapter[tuple[str, ...]] = TypeAdapter(_Labels, config=ConfigDict(strict=True))
 
 
 class ConstraintSection(Section):
@@ -60,7 +79,7 @@ class ConstraintSection(Section):
         AfterValidator(_checked_schema),
         WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string", "minLength": 1}]}),
     ] = None
-    choice: PerRow[_Labels | None] = None
+    choice: PerRow[Annotated[_Labels, AfterValidator(_checked_labels)] | None] = None
     regex: Annotated[str | None, Field(min_length=1), AfterValidator(_checked_regex)] = None
 
     @model_validator(mode="after")
@@ -94,11 +113,8 @@ class ConstraintSection(Section):
 def row_choice(cell: object, *, column: str) -> Grammar:
     """The labels of one row as a grammar. Raises ValueError that names the column."""
     try:
-        section = ConstraintSection.model_validate({"choice": cell})
+        return choice_grammar(_ROW_LABELS.validate_python(cell))
     except ValidationError as error:
         raise ValueError(
             f"column {column!r} as output.choice: {describe(error.errors(include_url=False)[0])}"
         ) from None
-    if not isinstance(section.choice, tuple):
-        raise ValueError(f"column {column!r} as output.choice: must be a list of at least one label")
-    return choice_grammar(section.choice)

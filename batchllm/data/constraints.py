@@ -5,13 +5,14 @@ All are checked when a job is loaded, without a model.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from batchllm.prompt import Grammar
 
@@ -34,6 +35,24 @@ def choice_grammar(labels: Sequence[str]) -> Grammar:
 def regex_grammar(pattern: str) -> Grammar:
     """Text that the pattern (Rust's syntax, without look-around) matches from start to end. Raises ValueError."""
     return _checked("regex", LLMatcher.grammar_from_regex(pattern))
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Raises ValueError for a grammar that is well formed and still makes no first token: too large, or without any text that fits.
+
+    Asked over single bytes, so no model is needed. What is refused here would be an error in every row.
+    """
+    matcher = LLMatcher(_byte_tokenizer(), grammar.text, log_level=0)
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(f"cannot be kept to: {_reason(matcher.get_error())}")
+    if not any(mask):
+        raise ValueError("cannot be kept to: no text fits")
+
+
+@functools.cache
+def _byte_tokenizer() -> LLTokenizer:
+    return LLTokenizer("byte")
 
 
 def read_schema(value: object) -> object:

@@ -9,7 +9,7 @@ import os
 import socket
 from pathlib import Path
 
-from batchllm.errors import OutputError, RunLockedError
+from batchllm.errors import RunLockedError, write_error
 
 LOCK_NAME = ".lock"
 
@@ -18,7 +18,7 @@ class RunLock:
     """Owns the locked file descriptor; `release` (or the end of the process) gives the folder back."""
 
     def __init__(self, folder: Path) -> None:
-        """Locks `folder`. Raises RunLockedError naming the holder, or OutputError where locks are not supported.
+        """Locks `folder`. Raises RunLockedError naming the holder, or FolderError where the folder takes no lock.
 
         The file itself stays: removing it would let two runs lock two files of one name.
         """
@@ -26,7 +26,7 @@ class RunLock:
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise OutputError(f"{path}: cannot be opened: {error.strerror}") from None
+            raise write_error(f"{path}: cannot be opened", error) from None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -35,7 +35,7 @@ class RunLock:
             raise RunLockedError(f"{folder}: another run is writing here: {holder}") from None
         except OSError as error:
             os.close(self._fd)
-            raise OutputError(f"{path}: cannot be locked: {error.strerror}") from None
+            raise write_error(f"{path}: cannot be locked", error) from None
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         holder_text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started})
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 
 from batchllm.data.openai_requests import Request, parse_line, refuse_repeated
 from batchllm.data.parquet_files import ParquetFiles, first_line, open_files
-from batchllm.errors import InputError
+from batchllm.errors import InputError, OutputError
 
 ID_COLUMN = "custom_id"
 CARRIED_COLUMNS = ("request_line", "request_url", "request_model")
@@ -52,6 +53,8 @@ def spool_requests(path: Path, *, target: Path, name: str) -> ParquetFiles:
             if rows:
                 writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
     except (OSError, pa.ArrowException) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise OutputError(f"{name}: its requests cannot be staged: {error.strerror}") from None
         reason = getattr(error, "strerror", None) or first_line(error)
         raise InputError(f"{name}: {path}: cannot be read: {reason}") from None
     return open_files([target], name=name)

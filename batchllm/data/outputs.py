@@ -29,14 +29,14 @@ from batchllm.data.parts import (
     visible_parts,
     write_part,
 )
-from batchllm.errors import OutputError
+from batchllm.errors import BatchLLMError, FolderError, write_error
 from batchllm.prompt import Completion
 
 
 class OutputFolder:
     """Owns the folder's lock and this run's staging folder until `close`; a context manager.
 
-    Opening creates the folder, takes the lock and removes what killed runs left. Raises RunLockedError, OutputError.
+    Opening creates the folder, takes the lock and removes what killed runs left. Raises RunLockedError, FolderError, OutputError.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -48,25 +48,25 @@ class OutputFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OutputError(f"{self.path}: the output folder cannot be made: {error.strerror}") from None
+            raise write_error(f"{self.path}: the output folder cannot be made", error) from None
         self._lock = RunLock(self.path)
         try:
             try:
                 clear_leftovers(self.path)
                 self.staging.mkdir()
             except OSError as error:
-                raise OutputError(f"{self.path}: the output folder cannot be prepared: {error.strerror}") from None
+                raise write_error(f"{self.path}: the output folder cannot be prepared", error) from None
             for name in sorted(os.listdir(self.path)):
                 if name.endswith(".parquet") and not name.startswith(".") and not PART_NAME.fullmatch(name):
-                    raise OutputError(
+                    raise FolderError(
                         f"{self.path}: holds {name}, which is no part of a run; choose another output.path"
                     )
-        except OutputError:
+        except BatchLLMError:
             self._lock.release()
             raise
 
     def resume(self, *, fingerprint: Mapping[str, object], num_rows: int) -> np.ndarray:
-        """bool `[num_rows]`: the rows that need not run again. Raises OutputError naming a difference.
+        """bool `[num_rows]`: the rows that need not run again. Raises FolderError naming a difference.
 
         `num_rows` counts the whole input (`Input.total_rows`), also where this run takes fewer.
         """

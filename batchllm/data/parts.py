@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchllm.errors import OutputError
+from batchllm.errors import FolderError, OutputError, write_error
 
 PART_NAME = re.compile(r"part-(\d{6,})-([A-Za-z0-9-]+)\.parquet")
 _METADATA_KEY = b"batchllm"
@@ -36,7 +36,7 @@ def visible_parts(folder: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise OutputError(f"{folder}: cannot be read: {error.strerror}") from None
+        raise FolderError(f"{folder}: cannot be read: {error.strerror}") from None
     numbered = [(int(match[1]), name) for name in names if (match := PART_NAME.fullmatch(name))]
     return [folder / name for _, name in sorted(numbered)]
 
@@ -69,12 +69,12 @@ def drop_error_rows(part: Path, *, below: int) -> int:
 
     Only rows with an index under `below`. A row goes with all its samples. One rename puts the new part in the old
     one's place, so at every moment each other row is in exactly one visible part, and a row that is taken out is either
-    still there with its error or not done. Raises OutputError.
+    still there with its error or not done. Raises FolderError or OutputError.
     """
     try:
         table = pq.read_table(part)
     except (OSError, pa.ArrowException) as error:
-        raise OutputError(
+        raise FolderError(
             f"{part}: cannot be read: {str(error).splitlines()[0]}; remove the file to compute its rows again"
         ) from None
     row_index = table.column("row_index").to_numpy()
@@ -90,7 +90,7 @@ def drop_error_rows(part: Path, *, below: int) -> int:
             os.unlink(part)
             _sync_folder(part.parent)
         except OSError as error:
-            raise OutputError(f"{part}: its error rows cannot be taken out: {error.strerror}") from None
+            raise write_error(f"{part}: its error rows cannot be taken out", error) from None
     return int(failed.size)
 
 
@@ -112,16 +112,16 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def read_fingerprint(part: Path) -> dict[str, object]:
-    """The fingerprint that a part was written under. Raises OutputError for a file that is no part of ours."""
+    """The fingerprint that a part was written under. Raises FolderError for a file that is no part of ours."""
     try:
         record = (pq.read_schema(part).metadata or {}).get(_METADATA_KEY)
         fingerprint = json.loads(record)["fingerprint"] if record is not None else None
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
-        raise OutputError(
+        raise FolderError(
             f"{part}: cannot be read: {str(error).splitlines()[0]}; remove the file to compute its rows again"
         ) from None
     if not isinstance(fingerprint, dict):
-        raise OutputError(f"{part}: was not written by this program; choose another output.path")
+        raise FolderError(f"{part}: was not written by this program; choose another output.path")
     return fingerprint
 
 
@@ -134,16 +134,16 @@ def recorded_date(folder: Path) -> datetime.date | None:
     try:
         return datetime.date.fromisoformat(text) if isinstance(text, str) else None
     except ValueError:
-        raise OutputError(f"{parts[0]}: records no valid date: {text!r}") from None
+        raise FolderError(f"{parts[0]}: records no valid date: {text!r}") from None
 
 
 def check_fingerprint(part: Path, *, expected: Mapping[str, object]) -> None:
-    """Raises OutputError naming the first thing that differs from this run."""
+    """Raises FolderError naming the first thing that differs from this run."""
     found = read_fingerprint(part)
     wanted = json.loads(json.dumps(expected))
     for key in [*wanted, *(key for key in found if key not in wanted)]:
         if found.get(key) != wanted.get(key):
-            raise OutputError(
+            raise FolderError(
                 f"{part.parent}: holds rows of another run: {key} was {_short(found.get(key))}, "
                 f"is {_short(wanted.get(key))}; choose another output.path or remove its parts"
             )
@@ -155,7 +155,7 @@ def _short(value: object) -> str:
 
 
 def read_done_rows(parts: list[Path], *, num_rows: int) -> np.ndarray:
-    """bool `[num_rows]`: the input rows that the visible parts hold. Raises OutputError for a row held twice.
+    """bool `[num_rows]`: the input rows that the visible parts hold. Raises FolderError for a row held twice.
 
     All samples of a row lie in one part, so a row that is seen at all is done.
     """
@@ -167,14 +167,14 @@ def read_done_rows(parts: list[Path], *, num_rows: int) -> np.ndarray:
                 for batch in file.iter_batches(columns=["row_index"], batch_size=65536):
                     rows.append(batch.column(0).to_numpy())
         except (OSError, pa.ArrowException) as error:
-            raise OutputError(
+            raise FolderError(
                 f"{part}: cannot be read: {str(error).splitlines()[0]}; remove the file to compute its rows again"
             ) from None
         indices = np.unique(np.concatenate(rows)) if rows else np.zeros(0, dtype=np.int64)
         if indices.size and (indices[0] < 0 or indices[-1] >= num_rows):
-            raise OutputError(f"{part}: holds row {indices[-1]}, but the input has {num_rows} rows")
+            raise FolderError(f"{part}: holds row {indices[-1]}, but the input has {num_rows} rows")
         twice = indices[done[indices]]
         if twice.size:
-            raise OutputError(f"{part}: holds row {twice[0]}, which an earlier part holds too; remove one of them")
+            raise FolderError(f"{part}: holds row {twice[0]}, which an earlier part holds too; remove one of them")
         done[indices] = True
     return done

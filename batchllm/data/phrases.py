@@ -14,6 +14,8 @@ _PHRASES = {
     "float_parsing": "must be a number",
     "finite_number": "must be a finite number",
     "string_type": "must be text",
+    "string_unicode": "must be Unicode text",
+    "string_too_long": "must have at most {max_length} characters",
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
     "tuple_type": "must be a list",
@@ -34,6 +36,7 @@ _EMPTY = {
     "missing": "is missing",
 }
 _MOST_CHARACTERS = 60
+_MOST_BITS = 1000
 
 
 def describe(error: Mapping[str, Any]) -> str:
@@ -54,5 +57,8 @@ def _shown(value: object) -> str:
         return "a list"
     if value is None:
         return "nothing"
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return "a number without end"
+    # Characters that no terminal can show are escaped.
+    text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"

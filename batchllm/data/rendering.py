@@ -135,10 +135,8 @@ class PromptRenderer:
             return None
         try:
             template = compile_template(text)
-        except jinja2.TemplateSyntaxError as error:
-            raise JobError(f"{key}: not a valid template, at its line {error.lineno}: {error.message}") from None
-        except (SyntaxError, RecursionError):
-            raise JobError(f"{key}: not a valid template: it is nested too deeply") from None
+        except ValueError as error:
+            raise JobError(f"{key}: {error}") from None
         writes_control = self._control.num_matches(text) > 0
         return _RowTemplate(key=key, source=text, template=template, writes_control=writes_control)
 
@@ -346,8 +344,8 @@ def _compiled_chat(tokenizer: PromptTokenizer, *, date: datetime.date) -> jinja2
         raise ModelError("the model has no chat template; set prompt.raw: true to send the template's text as it is")
     try:
         return compile_chat_template(tokenizer.chat_template, date=date)
-    except jinja2.TemplateSyntaxError as error:
-        raise ModelError(f"the model's chat template, line {error.lineno}: {error.message}") from None
+    except ValueError as error:
+        raise ModelError(f"the model's chat template: {error}") from None
 
 
 _LONGEST_REASON = 1000

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import duckdb
 
-from batchllm.data.results import connect
+from batchllm.data.results import connect, say_nothing
 from batchllm.data.run_folder import RecordedRun, recorded_runs, runs_of_job
-from batchllm.errors import JobError, OutputError
+from batchllm.errors import FolderError, JobError
 
 NUM_BINS = 120
 """Points of a curve over time: what a page of usual width can show."""
@@ -74,10 +75,10 @@ def choose_run(output: Path, *, run_id: str | None) -> RecordedRun:
     return next((run for run in reversed(runs) if run.steps is not None), runs[-1])
 
 
-def build_report(output: Path, *, run_id: str | None = None) -> Report:
-    """Reads everything about a run. Raises JobError where there is none, OutputError where it cannot be read."""
+def build_report(output: Path, *, run_id: str | None = None, warn: Callable[[str], None] = say_nothing) -> Report:
+    """Reads everything about a run; `warn` is told what is damaged and left out. Raises JobError where there is none, FolderError where it cannot be read."""
     run = choose_run(output, run_id=run_id)
-    connection = connect(output)
+    connection = connect(output, warn=warn)
     try:
         connection.execute("SET VARIABLE run = ?", [run.run_id])
         connection.execute("SET VARIABLE block_bytes = ?", [_block_bytes(run)])
@@ -96,7 +97,7 @@ def build_report(output: Path, *, run_id: str | None = None) -> Report:
             runs=_compared(run, output),
         )
     except duckdb.Error as error:
-        raise OutputError(f"{output}: the results cannot be read: {str(error).splitlines()[0]}") from None
+        raise FolderError(f"{output}: the results cannot be read: {str(error).splitlines()[0]}") from None
     finally:
         connection.close()
 
@@ -206,7 +207,14 @@ def _round_up(width: float) -> float:
 def _plans(run: RecordedRun) -> list[dict[str, Any]]:
     """The run's plans as they were recorded, one for each stage; none where another version of this program ran."""
     plans = (run.plan or {}).get("plans")
-    return [plan for plan in plans if isinstance(plan, dict)] if isinstance(plans, list) else []
+    if not isinstance(plans, list):
+        return []
+    # Both parts are read as mappings.
+    return [
+        plan
+        for plan in plans
+        if isinstance(plan, dict) and all(isinstance(plan.get(key) or {}, dict) for key in ("engine", "explanation"))
+    ]
 
 
 def _shared_runs(run: RecordedRun) -> Rows:

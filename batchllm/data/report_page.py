@@ -14,7 +14,7 @@ from markupsafe import Markup
 from batchllm.data.report import Report, Rows
 from batchllm.data.report_charts import curve_chart, latency_chart, tier_chart
 from batchllm.data.report_numbers import duration, moment, number, share, size
-from batchllm.errors import OutputError
+from batchllm.errors import write_error
 from batchllm.planner.roofline import roofline_text
 
 PAGE_FILE = "report.html"
@@ -61,15 +61,13 @@ def render_page(report: Report) -> str:
 
 
 def write_page(report: Report, path: Path) -> None:
-    """Writes the page so that it appears whole. Raises OutputError."""
+    """Writes the page so that it appears whole. Raises FolderError or OutputError."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_text(render_page(report), encoding="utf-8")
         os.rename(temporary, path)
     except OSError as error:
-        raise OutputError(
-            f"{path}: the report cannot be written: {error.strerror}; name a file with --output"
-        ) from None
+        raise write_error(f"{path}: the report cannot be written; name a file with --output", error) from None
 
 
 def visible(text: str | None) -> str:

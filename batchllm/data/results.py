@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import duckdb
@@ -10,13 +12,17 @@ import pyarrow as pa
 from batchllm.data.parts import visible_parts
 from batchllm.data.run_views import empty_select, files_text, run_view_statements
 from batchllm.data.schema import completion_schema
-from batchllm.errors import JobError, OutputError
+from batchllm.errors import FolderError, JobError
 
 
-def view_statements(folder: Path | str) -> list[str]:
+def say_nothing(line: str) -> None:
+    """Tells nobody."""
+
+
+def view_statements(folder: Path | str, *, warn: Callable[[str], None] = say_nothing) -> list[str]:
     """The SQL that defines the views over the parts and run folders that are there now; it runs in any DuckDB.
 
-    With no part yet, `completions` is empty and has the columns that every job writes.
+    What a run left beside the parts is left out where it is damaged, and `warn` is told. With no part yet, `completions` is empty and has the columns that every job writes.
     """
     parts = visible_parts(Path(folder))
     if parts:
@@ -26,25 +32,25 @@ def view_statements(folder: Path | str) -> list[str]:
     return [
         f"CREATE OR REPLACE VIEW completions AS {source} ORDER BY row_index, sample_index",
         "CREATE OR REPLACE VIEW errors AS SELECT * FROM completions WHERE error IS NOT NULL",
-        *run_view_statements(Path(folder)),
+        *run_view_statements(Path(folder), warn=warn),
     ]
 
 
-def connect(folder: Path | str) -> duckdb.DuckDBPyConnection:
-    """An in-memory DuckDB with the views. Raises OutputError when a part cannot be read."""
+def connect(folder: Path | str, *, warn: Callable[[str], None] = say_nothing) -> duckdb.DuckDBPyConnection:
+    """An in-memory DuckDB with the views. Raises FolderError when a part cannot be read."""
     connection = duckdb.connect()
     try:
-        for statement in view_statements(folder):
+        for statement in view_statements(folder, warn=warn):
             connection.execute(statement)
     except duckdb.Error as error:
         connection.close()
-        raise OutputError(f"{folder}: the results cannot be read: {_first_line(error)}") from None
+        raise FolderError(f"{folder}: the results cannot be read: {_first_line(error)}") from None
     return connection
 
 
-def query(sql: str, folder: Path | str) -> pa.Table:
-    """Runs one statement over the views. Raises JobError, one line, for SQL that DuckDB refuses."""
-    connection = connect(folder)
+def query(sql: str, folder: Path | str, *, warn: Callable[[str], None] = say_nothing) -> pa.Table:
+    """Runs one statement over the views. Raises JobError, one line, for SQL that DuckDB refuses or that names two columns alike."""
+    connection = connect(folder, warn=warn)
     try:
         statements = connection.extract_statements(sql)
         if len(statements) != 1:
@@ -52,6 +58,10 @@ def query(sql: str, folder: Path | str) -> pa.Table:
         relation = connection.sql(statements[0])
         if relation is None:
             raise JobError("query: the statement gives no rows; write a SELECT")
+        twice = next((name for name, count in Counter(relation.columns).items() if count > 1), None)
+        if twice is not None:
+            # JSON and Parquet have one column of a name.
+            raise JobError(f"query: two columns are called {twice!r}; name one of them otherwise with AS")
         return relation.to_arrow_table()
     except duckdb.Error as error:
         raise JobError(f"query: {_first_line(error)}") from None

@@ -26,12 +26,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from batchllm.errors import OutputError
+from batchllm.data.run_files import RUNS_FOLDER, STEPS_FILE, SUMMARY_FILE, TIERS_FILE, read_json, summary_mistake
+from batchllm.errors import FolderError, OutputError, write_error
 
-RUNS_FOLDER = ".runs"
-STEPS_FILE = "steps.parquet"
-TIERS_FILE = "tiers.parquet"
-SUMMARY_FILE = "summary.json"
 _ARRAY_TYPES = {"d": pa.float64(), "l": pa.int64()}
 
 
@@ -51,7 +48,7 @@ class RunFolder:
     def __init__(
         self, output: Path, *, run_id: str, job: Mapping[str, Any], versions: Mapping[str, Any], name: str
     ) -> None:
-        """Writes what is known at the start. Raises OutputError."""
+        """Writes what is known at the start. Raises FolderError or OutputError."""
         self.path = output / RUNS_FOLDER / run_id
         self._versions = dict(versions)
         self._summary: dict[str, Any] = {"run_id": run_id, "name": name, "status": "running", "started": _now()}
@@ -61,15 +58,15 @@ class RunFolder:
             self._write("versions.json", _json(versions))
             self._write(SUMMARY_FILE, _json(self._summary))
         except OSError as error:
-            raise OutputError(f"{self.path}: the run folder cannot be written: {error.strerror}") from None
+            raise write_error(f"{self.path}: the run folder cannot be written", error) from None
 
     def note_versions(self, versions: Mapping[str, Any]) -> None:
-        """What is known of the machine once there is something to run. Raises OutputError."""
+        """What is known of the machine once there is something to run. Raises FolderError or OutputError."""
         self._versions |= versions
         try:
             self._write("versions.json", _json(self._versions))
         except OSError as error:
-            raise OutputError(f"{self.path}: the run folder cannot be written: {error.strerror}") from None
+            raise write_error(f"{self.path}: the run folder cannot be written", error) from None
 
     def close(self, *, status: str, summary: Mapping[str, Any], record: RunRecord, error: str | None = None) -> None:
         """Writes how the run ended; the summary last, so that whoever sees its status finds the rest. Raises OutputError."""
@@ -134,13 +131,13 @@ def recorded_runs(output: Path) -> list[RecordedRun]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise OutputError(f"{folder}: cannot be read: {error.strerror}") from None
+        raise FolderError(f"{folder}: cannot be read: {error.strerror}") from None
     runs = []
     for name in names:
         path = folder / name
-        summary = _read_json(path / SUMMARY_FILE)
-        if summary is not None:
-            files = {key: _read_json(path / f"{key}.json") for key in ("versions", "plan", "rates")}
+        summary = read_json(path / SUMMARY_FILE)
+        if summary is not None and summary_mistake(summary) is None:
+            files = {key: read_json(path / f"{key}.json") for key in ("versions", "plan", "rates")}
             runs.append(RecordedRun(path=path, summary=summary, **files))
     return runs
 
@@ -159,14 +156,6 @@ def runs_of_job(output: Path, *, name: str) -> list[RecordedRun]:
         if (Path(folder) / RUNS_FOLDER).is_dir():
             runs += recorded_runs(Path(folder))
     return sorted((run for run in runs if run.summary.get("name") == name), key=lambda run: run.run_id)
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _num_rows(columns: Mapping[str, Any]) -> int:

@@ -2,86 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from batchllm.data.run_folder import RUNS_FOLDER, STEPS_FILE, SUMMARY_FILE, TIERS_FILE
-
-RUN_COLUMNS = {
-    "run_id": "VARCHAR",
-    "name": "VARCHAR",
-    "status": "VARCHAR",
-    "started": "TIMESTAMPTZ",
-    "ended": "TIMESTAMPTZ",
-    "error": "VARCHAR",
-    "exit_code": "INTEGER",
-    "finished": "BOOLEAN",
-    "output": "VARCHAR",
-    "num_rows": "BIGINT",
-    "rows_before": "BIGINT",
-    "rows_completed": "BIGINT",
-    "rows_failed": "BIGINT",
-    "wall_s": "DOUBLE",
-    "load_s": "DOUBLE",
-    "prompt_tokens": "BIGINT",
-    "unique_prompt_tokens": "BIGINT",
-    "computed_prompt_tokens": "BIGINT",
-    "cached_prompt_tokens": "BIGINT",
-    "completion_tokens": "BIGINT",
-    "output_tokens_per_s": "DOUBLE",
-    "num_steps": "BIGINT",
-    "preemptions": "BIGINT",
-    "recomputed_tokens": "BIGINT",
-    "drafted_tokens": "BIGINT",
-    "accepted_tokens": "BIGINT",
-    "kv_peak_share": "DOUBLE",
-    "kv_waste_share": "DOUBLE",
-    "device": "VARCHAR",
-    "dtype": "VARCHAR",
-    "kernels": "VARCHAR",
-    "model": "VARCHAR",
-    "tiers": "JSON",
-    "roofline": "JSON",
-    "too_many_errors": "VARCHAR",
-}
-"""Columns of `runs`: the keys of summary.json. A run that failed early, or still runs, has NULL where it has no figure."""
-
-STEP_COLUMNS = {
-    "run_id": "VARCHAR",
-    "step": "BIGINT",
-    "start_s": "DOUBLE",
-    "seconds": "DOUBLE",
-    "model_seconds": "DOUBLE",
-    "num_decode_rows": "BIGINT",
-    "num_prefill_rows": "BIGINT",
-    "num_running": "BIGINT",
-    "num_waiting": "BIGINT",
-    "num_used_blocks": "BIGINT",
-    "num_kv_tokens_read": "BIGINT",
-    "num_kv_tokens_spared": "BIGINT",
-    "num_preempted": "BIGINT",
-    "num_drafted": "BIGINT",
-    "num_accepted": "BIGINT",
-}
-"""Columns of `steps`, as in the engine's step log; seconds from the start of the run."""
-
-TIER_COLUMNS = {
-    "run_id": "VARCHAR",
-    "start_s": "DOUBLE",
-    "tier": "VARCHAR",
-    "used_bytes": "BIGINT",
-    "capacity_bytes": "BIGINT",
-    "read_bytes": "BIGINT",
-    "written_bytes": "BIGINT",
-}
-"""Columns of `tiers`: what each tier held at moments of a run, and what it had moved until then."""
+from batchllm.data.run_files import (
+    RUN_COLUMNS,
+    RUNS_FOLDER,
+    STEP_COLUMNS,
+    STEPS_FILE,
+    SUMMARY_FILE,
+    TIER_COLUMNS,
+    TIERS_FILE,
+    log_mistake,
+    read_json,
+    summary_mistake,
+)
 
 
-def run_view_statements(folder: Path) -> list[str]:
-    """The SQL that defines the three views over the run folders that are there now."""
-    summaries, steps, tiers = (
-        sorted((folder / RUNS_FOLDER).glob(f"*/{name}")) for name in (SUMMARY_FILE, STEPS_FILE, TIERS_FILE)
-    )
+def run_view_statements(folder: Path, *, warn: Callable[[str], None]) -> list[str]:
+    """The SQL that defines the three views over the run folders that are there now.
+
+    One file that is damaged must not hide all others: it is left out, and `warn` is told.
+    """
+
+    def whole(name: str, mistake: Callable[[Path], str | None]) -> list[Path]:
+        found = []
+        for path in sorted((folder / RUNS_FOLDER).glob(f"*/{name}")):
+            reason = mistake(path)
+            if reason is None:
+                found.append(path)
+            else:
+                warn(f"{path}: left out, for it {reason}")
+        return found
+
+    summaries = whole(SUMMARY_FILE, lambda path: summary_mistake(read_json(path)))
+    steps = whole(STEPS_FILE, lambda path: log_mistake(path, STEP_COLUMNS))
+    tiers = whole(TIERS_FILE, lambda path: log_mistake(path, TIER_COLUMNS))
     columns = ", ".join(f"{name}: '{type_}'" for name, type_ in RUN_COLUMNS.items())
     runs = f"SELECT * FROM read_json({files_text(summaries)}, columns = {{{columns}}}, format = 'unstructured')"
     return [

@@ -2,7 +2,7 @@
 
 Jinja2's own sandbox keeps templates from Python's internals, but `'x' * 10**10` is harmless to it, and so is a text that doubles in a loop.
 Here whatever makes text or items pays for them from the rendering's budget (`template_budget`), as does every turn of a loop; operations
-that can multiply a size are checked before they are done. Operators that are checked are not folded when a template is compiled.
+that can multiply a size are checked before they are done. Nothing is computed when a template is compiled.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from batchllm.data.template_budget import (
     end_budget,
     paid,
     spend,
-    text_size,
     turns,
 )
-from batchllm.data.template_operations import bounded_filters, check_method, check_percent, split
+from batchllm.data.template_formats import check_date_form, check_percent
+from batchllm.data.template_operations import bounded_filters, check_method, split
 
 _LOOP_FILTER, _CHECKED_FILTER = " turns", " checked"
 """Filters that no template can name: they are put into its tree."""
@@ -39,9 +39,6 @@ _NODE = 4
 """Characters that a node in a loop's body stands for: what it makes in each turn without an operation, such as a list of names."""
 
 _MOST_BITS = 50_000
-_DATE_FORM = 12
-"""Characters that two of a date's form can become: `%c`."""
-
 _LOREM = 1600
 """Characters of a paragraph of `lipsum`, where no length is given."""
 
@@ -87,7 +84,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
     paid = staticmethod(paid)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, finalize=checked, **options)
+        super().__init__(*arguments, finalize=_finalized, optimized=False, **options)
         self.filters |= bounded_filters(self.filters)
         self.filters |= {_LOOP_FILTER: _loop_turns, _CHECKED_FILTER: checked}
 
@@ -132,10 +129,11 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Context, callee: Any, *arguments: Any, **named: Any) -> Any:
         # Jinja2 hands `str.format` out in a wrapper of its own.
         owner = getattr(getattr(callee, "__wrapped__", callee), "__self__", None)
-        for value in (*arguments, *named.values()):
+        for value in (owner, *arguments, *named.values()):
             checked(value)
         if isinstance(owner, (str, bytes)):
             if callee.__name__ in ("split", "rsplit"):
+                check_method(owner, callee.__name__, (*arguments, *named.values()))
                 return paid(split(owner, callee.__name__, *arguments, **named))
             if callee.__name__ == "join" and arguments:
                 # Its items may be made while it runs.
@@ -144,7 +142,8 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         elif isinstance(owner, int) and callee.__name__ == "to_bytes":
             check(max((value for value in (*arguments, *named.values()) if isinstance(value, int)), default=0))
         elif isinstance(owner, datetime.date) and callee.__name__ == "strftime":
-            check(_DATE_FORM * max(map(text_size, (*arguments, *named.values())), default=0))
+            for form in (*arguments, *named.values()):
+                check_date_form(form)
         elif callee is generate_lorem_ipsum:
             numbers = [max(value, 1) for value in (*arguments, *named.values()) if isinstance(value, int)]
             check(_LOREM * math.prod(numbers))
@@ -180,6 +179,12 @@ def _with_check(node: nodes.Expr) -> nodes.Expr:
     if isinstance(node, nodes.Const):
         return node
     return nodes.Filter(node, _CHECKED_FILTER, [], [], None, None, lineno=node.lineno)
+
+
+# With the context, which a template being compiled does not have: a value that stands in it is then not written out before it is rendered.
+@pass_context
+def _finalized(context: Context, value: Any) -> Any:
+    return checked(value)
 
 
 @pass_context

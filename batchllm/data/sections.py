@@ -12,7 +12,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
-from jinja2 import TemplateSyntaxError
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -25,7 +24,7 @@ from pydantic import (
 
 from batchllm.data.constraint_section import ConstraintSection
 from batchllm.data.phrases import describe
-from batchllm.data.section import ColumnName, PerRow, Section
+from batchllm.data.section import Argument, ColumnName, PerRow, Place, Section, Text
 from batchllm.data.templates import compile_template
 from batchllm.prompt import SamplingParams
 
@@ -41,11 +40,11 @@ class InputSection(Section):
         json_schema_extra={"oneOf": [{"required": [key]} for key in ("path", "sql", "openai_batch")]}
     )
 
-    path: Annotated[str, Field(min_length=1)] | None = None
-    sql: Annotated[str, Field(min_length=1)] | None = None
-    openai_batch: Annotated[str, Field(min_length=1)] | None = None
+    path: Place | None = None
+    sql: Annotated[Argument, Field(min_length=1)] | None = None
+    openai_batch: Place | None = None
     id: Annotated[str, Field(min_length=1)] | None = None
-    keep: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    keep: Annotated[tuple[Text, ...], Field(strict=False)] = ()
 
     @model_validator(mode="after")
     def _one_source(self) -> InputSection:
@@ -60,13 +59,7 @@ class InputSection(Section):
 
 def _checked_template(text: str | None) -> str | None:
     if text is not None:
-        try:
-            compile_template(text)
-        except TemplateSyntaxError as error:
-            raise ValueError(f"not a valid template, at its line {error.lineno}: {error.message}") from None
-        # Templates become Python, which has a limit of its own.
-        except (SyntaxError, RecursionError):
-            raise ValueError("not a valid template: it is nested too deeply") from None
+        compile_template(text)
     return text
 
 
@@ -112,7 +105,7 @@ class OutputSection(ConstraintSection):
     A job file names the folder; a job made in Python may leave it out.
     """
 
-    path: Annotated[str, Field(min_length=1)] = ""
+    path: Place = ""
     token_ids: bool = False
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,17 +14,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchllm.data.parquet_files import first_line
-from batchllm.errors import InputError, JobError
+from batchllm.errors import InputError, JobError, OutputError
 
 # Batches are gathered to row groups of about this size.
 _ROW_GROUP_BYTES = 16 << 20
 _MEMORY = "1GB"
+_CSV = "header = true, all_varchar = true"
 
 
 def spool_query(sql: str, *, folder: Path, spool_folder: Path, name: str) -> Path:
     """Runs a query, which reads relative files from `folder`; returns the file of its rows, in their order.
 
-    Raises JobError for what is no single SELECT, InputError when the query fails; `name` stands for it there.
+    Raises JobError for what is no single SELECT, InputError when the query fails, OutputError where its rows take more than there is; `name` stands for it there.
     """
     with _connection(spool_folder, name=name) as connection:
         connection.execute("SET file_search_path = ?", [str(folder)])
@@ -44,8 +48,9 @@ def spool_text_files(files: tuple[Path, ...], *, spool_folder: Path, name: str) 
     listed = ", ".join(_quoted(str(path), quote="'") for path in files)
     with _connection(spool_folder, name=name) as connection:
         if _suffix(files) in (".csv", ".tsv"):
-            query = f"SELECT * FROM read_csv([{listed}], header = true, all_varchar = true)"
-            return _write(connection.sql(query), spool_folder)
+            for path in files:
+                _check_quotes(connection, path, name=name)
+            return _write(connection.sql(f"SELECT * FROM read_csv([{listed}], {_CSV})"), spool_folder)
         options = "format = 'newline_delimited', records = true, sample_size = -1"
         query = f"SELECT * FROM read_json([{listed}], {options}, dateformat = 'never', timestampformat = 'never')"
         relation = connection.sql(query)
@@ -65,12 +70,56 @@ def _connection(spool_folder: Path, *, name: str) -> Iterator[duckdb.DuckDBPyCon
         connection.execute(f"SET memory_limit = '{_MEMORY}'")
         connection.execute("SET temp_directory = ?", [str(spool_folder / "duckdb")])
         yield connection
-    except duckdb.Error as error:
-        raise InputError(f"{name}: {first_line(error)}") from None
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{name}: its rows cannot be staged: {first_line(error)}") from None
+    except (duckdb.Error, OSError, pa.ArrowException) as error:
+        raise _failure(error, name=name) from None
     finally:
         connection.close()
+
+
+def _failure(error: Exception, *, name: str) -> InputError | OutputError:
+    """Rows that are wrong, or a disk or memory that is full. DuckDB's errors in the middle of a stream come as Arrow's."""
+    full = (os.strerror(errno.ENOSPC), "Out of Memory Error")
+    if getattr(error, "errno", None) is not None or any(text in str(error) for text in full):
+        return OutputError(f"{name}: its rows cannot be staged: {first_line(error)}")
+    what = "its rows cannot be staged: " if isinstance(error, pa.ArrowNotImplementedError) else ""
+    return InputError(f"{name}: {what}{_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    """One line of DuckDB's message; of a CSV file's also which file and what is wrong there."""
+    text = first_line(error)
+    file = re.search(r"^  file = (.+)$", str(error), re.MULTILINE)
+    if file is None or file[1] in text:
+        return text
+    sentences = [line for line in str(error).splitlines()[1:] if line.endswith((".", "Found"))]
+    return ": ".join([file[1], text, *sentences[:1]])
+
+
+def _check_quotes(connection: duckdb.DuckDBPyConnection, path: Path, *, name: str) -> None:
+    """Raises InputError for a cell that opens a quote and does not close it: DuckDB would take the file for one without quotes."""
+    sniffed = connection.execute(f"SELECT Quote FROM sniff_csv(?, {_CSV})", [str(path)]).fetchall()
+    if sniffed[0][0] == '"':
+        return  # then DuckDB finds an open one itself
+    rows = connection.sql(f"SELECT * FROM read_csv({_quoted(str(path), quote=chr(39))}, {_CSV})")
+    found = 1 if any(_is_open(column) for column in rows.columns) else None
+    if found is None:
+        cells = [_quoted(column, quote='"') for column in rows.columns]
+        is_open = " OR ".join(
+            f"(starts_with({cell}, '\"') AND (length({cell}) - length(replace({cell}, '\"', ''))) % 2 = 1)"
+            for cell in cells
+        )
+        numbered = f'SELECT *, row_number() OVER () + 1 AS "line of the file" FROM ({rows.sql_query()})'
+        lines = connection.execute(f'SELECT min("line of the file") FROM ({numbered}) WHERE {is_open}').fetchall()
+        found = lines[0][0]
+    if found is not None:
+        raise InputError(
+            f"{name}: {path}, line {found}: a quote is opened and not closed; "
+            "a cell that begins with a quote stands in quotes, with those inside it doubled"
+        )
+
+
+def _is_open(cell: str) -> bool:
+    return cell.startswith('"') and cell.count('"') % 2 == 1
 
 
 def _write(relation: duckdb.DuckDBPyRelation, spool_folder: Path) -> Path:

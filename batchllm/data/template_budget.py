@@ -20,6 +20,13 @@ MOST_CPU_S = 10.0
 """Seconds of processor time: no row of an honest job comes near, and a machine that is busy or asleep does not count."""
 
 _TURNS_PER_LOOK = 16
+_CHARACTERS_PER_TURN = 10_000
+"""What takes long is looked at sooner."""
+
+_LONG_TEXT = 1000
+_READ = 16
+"""Characters of a long text that are read in the time in which one is made."""
+
 _OTHER = 64
 _SIZED = (list, tuple, dict, set, frozenset)
 _CONTAINERS = (*_SIZED, Namespace)
@@ -29,14 +36,17 @@ class _Budget:
     def __init__(self) -> None:
         self._left = MOST_CHARACTERS
         self._until = time.thread_time() + MOST_CPU_S
-        self._num_spent = 0
+        self._until_look = _TURNS_PER_LOOK
 
     def spend(self, characters: int) -> None:
         self._left -= characters
         if self._left < 0:
             raise SecurityError(f"the template makes too many characters on its way, more than {MOST_CHARACTERS:,}")
-        self._num_spent += 1
-        if self._num_spent % _TURNS_PER_LOOK == 0 and time.thread_time() > self._until:
+        self._until_look -= 1 + characters // _CHARACTERS_PER_TURN
+        if self._until_look > 0:
+            return
+        self._until_look = _TURNS_PER_LOOK
+        if time.thread_time() > self._until:
             raise SecurityError(f"the template takes more than {MOST_CPU_S:.0f} s")
 
 
@@ -44,7 +54,7 @@ _current: ContextVar[_Budget | None] = ContextVar("budget", default=None)
 
 
 def begin_budget() -> Token[_Budget | None]:
-    """A new budget for what this thread renders, until `end_budget`. Without one, as while a template is compiled, each operation has its own."""
+    """A new budget for what this thread renders, until `end_budget`. Without one each operation has its own."""
     return _current.set(_Budget())
 
 
@@ -74,9 +84,11 @@ def paid(value: Any) -> Any:
 
 
 def checked(value: Any) -> Any:
-    """The value, unless it is a container that is too large to be written out or compared."""
+    """The value, unless it is a container that is too large to be written out or compared; a long text is paid for as read."""
     if isinstance(value, _CONTAINERS):
         check(text_size(value))
+    elif isinstance(value, (str, bytes)) and len(value) > _LONG_TEXT:
+        spend(len(value) // _READ)
     return value
 
 

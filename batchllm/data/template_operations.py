@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,55 +11,48 @@ from jinja2.filters import do_join
 from jinja2.nodes import EvalContext
 from jinja2.utils import pass_eval_context
 
-from batchllm.data.template_budget import ITEM, MOST_CHARACTERS, check, checked, paid, text_size, turns
+from batchllm.data.template_budget import ITEM, MOST_CHARACTERS, check, checked, paid, spend, text_size, turns
+from batchllm.data.template_formats import check_format, check_percent
 
-_PERCENT = re.compile(r"[%)][-+ #0]*(\d*)(?:\.(\d+))?")
-"""Width and precision of a field of `%`, whose flags may stand behind a name in parentheses."""
-
-_BRACES = re.compile(r"\{([^{}]*)")
-_DIGITS = re.compile(r"\d+")
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _LONGEST_NUMBER = 5000
 _MOST_INDENT = 100
-_MOST_DIGITS = 9
 _LISTING = frozenset({"list", "sort", "unique", "batch", "slice", "map", "select", "reject", "groupby", "sum"})
 _BY_WORDS = frozenset({"wordcount", "title", "urlize", "striptags", "urlencode", "wordwrap"})
+_SEARCHING = frozenset(
+    "find rfind index rindex count split rsplit partition rpartition strip lstrip rstrip replace".split()
+)
+_MOST_COMPARED = 1_000_000_000
+_COMPARED = 1000
+"""Characters that are compared in the time in which one is made."""
+
+_ENCODED = 100
+"""Bytes that a character can become where an encoding or a way to replace what it lacks is named."""
+
+_JSON = 10
+"""Characters that one can become in JSON or in Python's own form."""
+
 _WORD = 4
 """Characters that one of a text stands for where all its words become a list."""
-
-
-def check_percent(form: str | bytes, values: Sequence[Any]) -> None:
-    """`form % values`."""
-    text = _text(form)
-    fields = [digits for match in _PERCENT.finditer(text) for digits in match.groups()]
-    _check_fields(text, fields, values, widths_given="*" in text)
-
-
-def check_format(form: str | bytes, values: Sequence[Any]) -> None:
-    """`form.format(*values)`."""
-    text = _text(form)
-    inner = _BRACES.findall(text)
-    fields = [digits for part in inner for digits in [""] + _DIGITS.findall(part.partition(":")[2])]
-    _check_fields(text, fields, values, widths_given=any(part.endswith(":") or ":" in part for part in inner))
-
-
-def _check_fields(text: str, fields: Sequence[str | None], values: Sequence[Any], *, widths_given: bool) -> None:
-    """Every field may be the longest value, in the greatest width; `widths_given`: a width may be an argument."""
-    if any(digits is not None and len(digits) > _MOST_DIGITS for digits in fields):
-        raise SecurityError("a width in a format is too large")
-    widths = [int(digits) for digits in fields if digits]
-    if widths_given:
-        widths += [abs(value) for value in values if isinstance(value, int)]
-    longest = max((text_size(value) for value in values), default=0)
-    check(len(text) + len(fields) * (longest + max(widths, default=0)))
 
 
 def _text(form: str | bytes) -> str:
     return form if isinstance(form, str) else form.decode("latin-1")
 
 
+def check_search(text: Any, part: Any) -> None:
+    """A look for `part` in `text`, of which every character may be compared with every other. Raises SecurityError."""
+    if isinstance(text, (str, bytes)) and isinstance(part, (str, bytes)):
+        compared = len(text) * len(part)
+        if compared > _MOST_COMPARED:
+            raise SecurityError(f"a look for {len(part):,} characters in {len(text):,} takes too long")
+        spend(compared // _COMPARED)
+
+
 def check_method(owner: str | bytes, name: str, values: Sequence[Any]) -> None:
     """A method of a text with these arguments."""
+    if name in _SEARCHING and values:
+        check_search(owner, values[0])
     sizes = [text_size(value) for value in values]
     widths = [abs(value) for value in values if isinstance(value, int)]
     if name in ("center", "ljust", "rjust", "zfill"):
@@ -74,7 +66,9 @@ def check_method(owner: str | bytes, name: str, values: Sequence[Any]) -> None:
             check_join(owner, value)
     elif name == "translate":
         check(len(owner) * max((text_size(item) for value in values for item in _values(value)), default=0))
-    elif name in ("format", "format_map"):
+    elif name in ("encode", "decode"):
+        check(len(owner) * (_ENCODED if values else 4))
+    elif name in ("format", "format_map") and isinstance(owner, str):
         check_format(owner, [*values, *(item for value in values for item in _values(value))])
     elif name == "splitlines" and isinstance(owner, str):
         check(ITEM * sum(owner.count(end) for end in _LINE_ENDS))
@@ -138,6 +132,8 @@ def _check_filter(name: str, values: Sequence[Any], named: Mapping[str, Any]) ->
     value = values[0] if values else ""
     text = value if isinstance(value, str) else ""
     widths = [abs(number) for number in given if isinstance(number, int)]
+    if name in ("replace", "trim") and given:
+        check_search(value, given[0])
     if name == "format":
         check_percent(text, given)
     elif name == "replace" and len(given) >= 2:
@@ -151,7 +147,7 @@ def _check_filter(name: str, values: Sequence[Any], named: Mapping[str, Any]) ->
         indent = max(widths, default=int(name == "pprint"))
         if indent > _MOST_INDENT:
             raise SecurityError(f"an indent of {indent} is too large")
-        check(text_size(value) * (1 + indent * _depth(value, {})))
+        check(text_size(value) * (_JSON + indent * _depth(value, {})))
     elif name == "round" and max(widths, default=0) > _LONGEST_NUMBER:
         raise SecurityError(f"a precision of {max(widths)} is too large")
     elif name == "int" and (len(values) > 2 or "base" in named):

@@ -15,6 +15,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 
 from batchllm.data.sandbox import BoundedSandbox
+from batchllm.data.template_formats import check_date_form
 
 
 class NullCell(jinja2.StrictUndefined):
@@ -36,9 +37,38 @@ _ROW_ENVIRONMENT = BoundedSandbox(
 )
 
 
+_LONGEST_TEMPLATE = 1_000_000
+_MOST_NODES = 20_000
+"""Of a template's tree; one takes some 30 µs to compile."""
+
+_OTHER_TEMPLATES: tuple[type[nodes.Node], ...] = (nodes.Include, nodes.Extends, nodes.Import, nodes.FromImport)
+
+
 def compile_template(text: str) -> jinja2.Template:
-    """A job's template. Raises jinja2.TemplateSyntaxError, also for filters that do not exist."""
-    return _ROW_ENVIRONMENT.from_string(text)
+    """A job's template. Raises ValueError, one line that begins with `not a valid template`, also for filters that do not exist."""
+    return _compiled(_ROW_ENVIRONMENT, text)
+
+
+def _compiled(environment: BoundedSandbox, text: str) -> jinja2.Template:
+    if len(text) > _LONGEST_TEMPLATE:
+        raise ValueError(
+            f"not a valid template: it has {len(text):,} characters, at most {_LONGEST_TEMPLATE:,} are taken"
+        )
+    try:
+        text.encode()
+        tree = environment.parse(text)
+        if sum(1 for _ in tree.find_all(nodes.Node)) > _MOST_NODES:
+            raise ValueError("not a valid template: it has too many expressions")
+        if next(tree.find_all(_OTHER_TEMPLATES), None) is not None:
+            raise ValueError("not a valid template: there are no others that it could include, import or extend")
+        return environment.from_string(tree)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"not a valid template, at its line {error.lineno}: {error.message}") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not a valid template: its character {error.start + 1} is no Unicode text") from None
+    # Templates become Python, which has a limit of its own.
+    except (SyntaxError, RecursionError):
+        raise ValueError("not a valid template: it is nested too deeply") from None
 
 
 def parse_template(text: str) -> nodes.Template:
@@ -95,7 +125,7 @@ class _GenerationTag(Extension):
 def compile_chat_template(text: str, *, date: datetime.date) -> jinja2.Template:
     """A model's chat template in the dialect that its authors expect, with the clock stopped at `date`.
 
-    Raises jinja2.TemplateSyntaxError.
+    Raises ValueError as `compile_template` does.
     """
     environment = BoundedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag], auto_reload=False
@@ -105,11 +135,15 @@ def compile_chat_template(text: str, *, date: datetime.date) -> jinja2.Template:
     environment.globals["strftime_now"] = _stopped_clock(moment)
     environment.globals["date_string"] = moment.strftime("%d %b %Y")
     environment.filters["tojson"] = _tojson
-    return environment.from_string(text)
+    return _compiled(environment, text)
 
 
 def _stopped_clock(moment: datetime.datetime) -> Callable[[str], str]:
-    return lambda form: moment.strftime(form)
+    def strftime_now(form: str) -> str:
+        check_date_form(form)
+        return moment.strftime(form)
+
+    return strftime_now
 
 
 def _raise_exception(message: str) -> NoReturn:

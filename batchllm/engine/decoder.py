@@ -57,5 +57,4 @@ class Decoder(Protocol):
 
 def kv_shape(decoder: Decoder) -> KvShape:
     """What `decoder` keeps of a token."""
-    config = decoder.config
-    return KvShape(config.num_layers, config.num_kv_heads, config.head_dim, decoder.kv_dtype)
+    return KvShape.of(decoder.config, decoder.kv_dtype)

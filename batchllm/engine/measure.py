@@ -167,7 +167,7 @@ class _Bench:
         config = decoder.config
         most_tokens = max(num_tokens, _LONG_PROMPT, load.max_tokens)
         self._num_blocks = max(-(-most_tokens // _BLOCK_SIZE), load.max_sequences)
-        shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim, decoder.dtype)
+        shape = KvShape.of(config, decoder.dtype)
         self._kv = make_pool(shape, num_blocks=self._num_blocks, block_size=_BLOCK_SIZE, device=decoder.device)
         self._wait()
         began = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -14,6 +15,17 @@ STRIDE_BYTES = 4096
 """Block strides are multiples of this, so that a block is read and written with O_DIRECT as it lies."""
 
 
+class KeptHeads(Protocol):
+    """What a model's configuration says of keys and values."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class KvShape:
     """What one model keeps for a token: keys and values of `num_kv_heads` heads of `head_dim` numbers, in each of `num_layers`."""
@@ -22,6 +34,11 @@ class KvShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: KeptHeads, dtype: torch.dtype) -> KvShape:
+        """That of a model whose keys and values are kept in `dtype`."""
+        return cls(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
 
     @property
     def bytes_per_token(self) -> int:

@@ -56,7 +56,7 @@ def open_tiers(
 ) -> TierSetup | None:
     """The store and its costs, measured in about a second; None where the job wants no tier.
 
-    `most_blocks`: all blocks that the batch could ever keep; host memory and `auto` sizes need no more. Raises JobError for a spill folder that
+    `most_blocks`: all blocks that the batch could ever keep; tiers need no more, unless they are kept. Raises JobError for a spill folder that
     cannot be used.
     """
     if request.policy == "recompute" or (request.host_bytes == 0 and request.disk is None):
@@ -93,7 +93,13 @@ def open_tiers(
 def _open_disk(disk: DiskRequest, request: TierRequest, *, root: bytes, block_bytes: int, most_blocks: int) -> DiskTier:
     try:
         disk.folder.mkdir(parents=True, exist_ok=True)
-        num_slots = disk_slots(disk.size_bytes, folder=disk.folder, block_bytes=block_bytes, most_blocks=most_blocks)
+        num_slots = disk_slots(
+            disk.size_bytes,
+            folder=disk.folder,
+            block_bytes=block_bytes,
+            most_blocks=most_blocks,
+            persist=request.persist,
+        )
     except OSError as error:
         raise JobError(f"engine.kv.disk.path: {disk.folder}: {os.strerror(error.errno or 0)}") from None
     return DiskTier(
@@ -113,11 +119,14 @@ def host_slots(host_bytes: int | Auto, *, block_bytes: int, most_blocks: int) ->
     return host_bytes // block_bytes
 
 
-def disk_slots(size_bytes: int | Auto, *, folder: Path, block_bytes: int, most_blocks: int) -> int:
-    """Blocks that a disk tier of this size in `folder`, which exists, may ask for. Raises OSError."""
+def disk_slots(size_bytes: int | Auto, *, folder: Path, block_bytes: int, most_blocks: int, persist: bool) -> int:
+    """Blocks that a disk tier of this size in `folder`, which exists, asks for: what the batch can fill, or all where they are kept
+    for other batches. Raises OSError.
+    """
     if size_bytes == "auto":
         return min(int(shutil.disk_usage(folder).free * _DISK_SHARE) // block_bytes, most_blocks)
-    return size_bytes // block_bytes
+    num_slots = size_bytes // block_bytes
+    return num_slots if persist else min(num_slots, most_blocks)
 
 
 def _chooser(costs: CostTable, *, block_bytes: int, recompute_tokens: int) -> Callable[[bytes, BlockUse], Decision]:

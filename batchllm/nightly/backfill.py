@@ -15,6 +15,8 @@ from batchllm.run_progress import Observer
 from batchllm.run_summary import RunSummary
 
 _ERROR_ROWS = 3
+MOST_DATES = 1000
+"""Of one backfill: more are a slip of the pen, and would be years of silence before the first row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,15 @@ class DateResult:
 def load_dates(job_file: Path, *, overrides: Sequence[str], first: datetime.date, last: datetime.date) -> list[Job]:
     """The job as each date from `first` to `last`, both included, sees it.
 
-    Raises JobError where the file is wrong, the dates are out of order, or two dates would share an output folder.
+    Raises JobError where the file is wrong, the dates are out of order or too many, or two dates would share an output folder.
     """
     if last < first:
         raise JobError(f"--to {last} lies before --from {first}")
     num_days = (last - first).days + 1
+    if num_days > MOST_DATES:
+        raise JobError(
+            f"--from {first} --to {last}: {num_days:,} dates; a backfill takes at most {MOST_DATES:,}, so run it in pieces"
+        )
     jobs = [
         load_job(job_file, overrides=overrides, date=first + datetime.timedelta(days=days)) for days in range(num_days)
     ]

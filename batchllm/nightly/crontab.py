@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from batchllm.errors import ScheduleError
-from batchllm.nightly.schedule import cron_marker
+from batchllm.nightly.schedule import is_marker_of
 
 
 def with_entry(crontab: str, *, job_file: Path, entry: str) -> str:
@@ -27,12 +27,11 @@ def without_entry(crontab: str, *, job_file: Path) -> str:
 def _without(crontab: str, *, job_file: Path) -> tuple[list[str], int | None]:
     """The other lines, and where the job's entry stood. Only a line that starts a run goes with its marker."""
     lines = crontab.splitlines(keepends=True)
-    marker = cron_marker(job_file)
     kept: list[str] = []
     place: int | None = None
     position = 0
     while position < len(lines):
-        if lines[position].rstrip("\r\n") == marker:
+        if is_marker_of(lines[position].rstrip("\r\n"), job_file=job_file):
             place = len(kept) if place is None else place
             position += 1
             if position < len(lines) and " -m batchllm run " in lines[position] and lines[position][0] != "#":

@@ -46,7 +46,7 @@ def scheduled_job(
     match = _TIME.fullmatch(at.strip())
     if match is None:
         raise JobError(f"--at {at}: write a time of day such as 02:30")
-    job_file = job_file.absolute()
+    job_file = Path(os.path.abspath(job_file))
     log = log.absolute() if log is not None else cache_home().absolute() / "logs" / f"{_plain(name)}.log"
     environment = {key: value for key, value in sorted(os.environ.items()) if _CARRIED.fullmatch(key)}
     environment["BATCHLLM_HOME"] = str(cache_home().absolute())
@@ -66,9 +66,27 @@ def scheduled_job(
     )
 
 
+_MARKER = "# batchllm schedule: "
+
+
 def cron_marker(job_file: Path) -> str:
     """The comment above a job's entry, by which it is found again."""
-    return f"# batchllm schedule: {job_file.absolute()}"
+    return f"{_MARKER}{os.path.abspath(job_file)}"
+
+
+def is_marker_of(line: str, *, job_file: Path) -> bool:
+    """Whether a line of a crontab is the job's marker, however its folder is written there and here.
+
+    A link to a job file is a job of its own: its relative paths are taken from where the link lies.
+    """
+    if not line.startswith(_MARKER):
+        return False
+    marked = Path(line.removeprefix(_MARKER))
+    return os.path.abspath(marked) == os.path.abspath(job_file) or _place(marked) == _place(job_file)
+
+
+def _place(job_file: Path) -> Path:
+    return job_file.parent.resolve() / job_file.name
 
 
 def cron_entry(scheduled: ScheduledJob) -> str:

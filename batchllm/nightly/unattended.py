@@ -7,7 +7,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchllm.errors import BatchLLMError, OutputError
+from batchllm.data.replaced_file import check_place
+from batchllm.errors import BatchLLMError, FolderError, OutputError
 from batchllm.job import Job
 from batchllm.nightly.commands import run_command
 from batchllm.nightly.metrics_file import write_metrics
@@ -30,7 +31,7 @@ def run_unattended(
 ) -> RunSummary:
     """Runs the job as `run_job` does and raises what it raises; before that, reports and commands are done.
 
-    Raises OutputError where a report cannot be written and nothing worse happened.
+    Raises FolderError, before the run, where a report's place is wrong; OutputError where one cannot be written and nothing worse happened.
     """
     started_at = datetime.datetime.now().astimezone()
 
@@ -48,12 +49,15 @@ def run_unattended(
         return _report(outcome, reports=reports, observer=observer)
 
     try:
+        for path in (reports.summary, reports.metrics):
+            if path is not None:
+                check_place(path)
         summary = run_job(job, options=options, observer=observer)
     except Exception as error:
         code = error.exit_code if isinstance(error, BatchLLMError) else BatchLLMError.exit_code
         text = str(error) if isinstance(error, BatchLLMError) else f"{type(error).__name__}: {error}"
         failure = report(exit_code=code, error=text, summary=None)
-        if failure is not None:
+        if failure is not None and text not in failure:
             observer.note(failure)
         raise
     failure = report(exit_code=summary.exit_code, error=summary.too_many_errors, summary=summary)
@@ -68,7 +72,7 @@ def _report(outcome: Outcome, *, reports: Reports, observer: Observer) -> str | 
         if path is not None:
             try:
                 write(outcome, path)
-            except OutputError as error:
+            except (FolderError, OutputError) as error:
                 failures.append(str(error))
     job = outcome.job
     if job.on_success or job.on_failure:

@@ -80,29 +80,48 @@ def read_trace(path: Path, *, limit: int | None = None) -> Requests:
         if limit is not None and len(requests) == limit:
             break
         try:
-            entry = json.loads(line)
-            prompt_tokens, output_tokens = int(entry["input_length"]), int(entry["output_length"])
-            ids = [int(identity) for identity in entry["hash_ids"]]
-        except (ValueError, KeyError, TypeError) as error:
-            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise InputError(f"{path}, line {line_number}: not a request of a trace: {reason}") from None
+            prompt_tokens, output_tokens, ids = _trace_entry(line)
+        except ValueError as error:
+            raise InputError(f"{path}, line {line_number}: not a request of a trace: {error}") from None
         blocks = np.array([numbers.setdefault(identity, len(numbers)) for identity in ids], dtype=np.int64)
-        if len(set(ids)) != len(ids) or prompt_tokens < 0 or output_tokens < 0:
-            raise InputError(
-                f"{path}, line {line_number}: not a request of a trace: a block twice, or a length below 0"
-            )
         requests.append(Request(blocks, -(-output_tokens // TRACE_BLOCK_TOKENS), prompt_tokens, output_tokens))
     if not requests:
         raise InputError(f"{path}: a trace without requests")
     return Requests(requests, TRACE_BLOCK_TOKENS, len(numbers))
 
 
-def _lines(path: Path) -> Iterator[str]:
+_MOST_TOKENS = 1_000_000_000
+"""Of a request: beyond any context."""
+
+
+def _trace_entry(line: bytes) -> tuple[int, int, list[int]]:
+    """`input_length`, `output_length` and `hash_ids` of a line. Raises ValueError that says what is wrong."""
     try:
-        with path.open(encoding="utf-8") as file:
+        entry = json.loads(line)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    if not isinstance(entry, dict):
+        raise ValueError("must be a JSON object")
+    lengths = []
+    for key in ("input_length", "output_length"):
+        value = entry.get(key)
+        if type(value) is not int or not 0 <= value <= _MOST_TOKENS:
+            raise ValueError(f"{key} must be a whole number from 0 to {_MOST_TOKENS:,}")
+        lengths.append(value)
+    ids = entry.get("hash_ids")
+    if not isinstance(ids, list) or not all(type(identity) is int for identity in ids):
+        raise ValueError("hash_ids must be a list of whole numbers")
+    if len(set(ids)) != len(ids):
+        raise ValueError("hash_ids names a block twice")
+    return lengths[0], lengths[1], ids
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
             yield from file
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def following_uses(requests: list[Request], num_blocks: int) -> list[np.ndarray]:

@@ -49,6 +49,7 @@ def test_error_rows_do_not_stop_a_backfill_and_its_exit_code_is_the_worst(
     job = write_texts_job(["a", None])
     ended = batchllm("backfill", job, "--from", "2026-11-28", "--to", "2026-11-29")
     assert ended.exit_code == 3 and "2026-11-28 t: finished" in ended.out and "2026-11-29 t: finished" in ended.out
+    assert "job: 2026-11-28 to 2026-11-29: 2 dates" in ended.err and "t 2026-11-29: date 2 of 2" in ended.err
     gave_up = batchllm("backfill", job, "--from", "2026-11-30", "--to", "2026-12-01", "--max-error-rate", "10%")
     assert gave_up.exit_code == 1 and "batchllm: 1 of 2 dates were not begun" in gave_up.err
     assert "batchllm: 2026-11-30: 1 of 2 rows carry an error (50.0%)" in gave_up.err

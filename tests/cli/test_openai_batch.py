@@ -267,7 +267,7 @@ def test_keys_that_have_no_meaning_beside_a_batch_file_are_refused(
 
 def test_an_empty_file_is_an_input_error(batchllm: Command, write_batch: WriteBatch) -> None:
     ended = batchllm("run", write_batch(["", ""]))
-    assert ended.exit_code == 1 and "requests.jsonl: the file has no requests" in ended.err
+    assert ended.exit_code == 2 and "requests.jsonl: the file has no requests" in ended.err
 
 
 def test_the_public_example_runs_unchanged(

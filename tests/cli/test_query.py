@@ -97,7 +97,7 @@ def test_wrong_usage_is_said_and_ends_with_2(
 
 def test_a_file_that_cannot_be_written_is_an_error_of_one_line(finished_job: Path, run_cli: Cli) -> None:
     done = run_cli("query", "select 1", finished_job, "--output", "/dev/null/x")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
 
 
 def test_the_prompt_answers_keeps_history_and_survives_a_mistake(finished_job: Path, tmp_path: Path) -> None:

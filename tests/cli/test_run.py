@@ -17,6 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from batchllm.data.lock import RunLock
 from batchllm.data.results import query
+from batchllm.errors import OutputError
+from batchllm.job import load_job
+from batchllm.nightly.unattended import Reports, run_unattended
+from batchllm.run_job import RunOptions
+from batchllm.run_progress import Observer
 
 DATE = "2026-11-29"
 WriteJob = Callable[..., Path]
@@ -125,7 +130,7 @@ def test_the_metrics_parse_as_prometheus_text_and_equal_the_summary(
     batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:
     job = write_texts_job(["a", None, "c"])
-    text = job.read_text().replace("name: t\n", 'name: "a \\"job\\" \\\\ of\\ntwo lines"\n')
+    text = job.read_text().replace("name: t\n", 'name: "a \\"job\\" \\\\ of one line"\n')
     job.write_text(text)
     batchllm("run", job, "--date", DATE, "--summary", tmp_path / "s.json", "--metrics", tmp_path / "m.prom")
     summary = json.loads((tmp_path / "s.json").read_text())
@@ -134,7 +139,7 @@ def test_the_metrics_parse_as_prometheus_text_and_equal_the_summary(
         assert family.type == "gauge" and family.documentation
         for sample in family.samples:
             labels = dict(sample.labels)
-            assert labels.pop("job") == 'a "job" \\ of\ntwo lines'
+            assert labels.pop("job") == 'a "job" \\ of one line'
             key = labels.get("state") or labels.get("kind") or ""
             found[sample.name.removeprefix("batchllm_run_"), key] = sample.value
     assert found["rows", "completed"] == 2 and found["rows", "failed"] == 1 and found["rows", "unanswered"] == 0
@@ -169,9 +174,9 @@ def test_on_failure_hears_of_error_rows_of_a_lock_and_of_an_input_that_is_not_th
     assert told["BATCHLLM_EXIT_CODE"] == "4" and "another run is writing here: process" in told["summary"]["error"]
     assert told["BATCHLLM_SUMMARY"] == str(tmp_path / "s.json")
     (tmp_path / "rows.parquet").unlink()
-    assert batchllm("run", job, "--date", DATE, "--metrics", tmp_path / "m.prom").exit_code == 1
+    assert batchllm("run", job, "--date", DATE, "--metrics", tmp_path / "m.prom").exit_code == 2
     assert "there is no such file" in json.loads(heard.read_text())["summary"]["error"]
-    assert 'batchllm_run_exit_code{job="t"} 1\n' in (tmp_path / "m.prom").read_text()
+    assert 'batchllm_run_exit_code{job="t"} 2\n' in (tmp_path / "m.prom").read_text()
 
 
 def test_a_command_that_fails_hangs_or_is_not_there_is_said_and_changes_no_exit_code(
@@ -188,14 +193,38 @@ def test_a_command_that_fails_hangs_or_is_not_there_is_said_and_changes_no_exit_
         assert ended.exit_code == 0 and message in ended.err
 
 
-def test_a_report_that_cannot_be_written_is_an_error_after_the_command_has_run(
+def test_a_report_in_a_wrong_place_is_refused_before_the_run_and_on_failure_hears_of_it(
     batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:
     heard = tmp_path / "heard.json"
-    job = write_texts_job(["a"], more=commands(on_success=[sys.executable, "-c", RECORD, str(heard)]))
+    job = write_texts_job(["a"], more=commands(on_failure=[sys.executable, "-c", RECORD, str(heard)]))
     (tmp_path / "file").touch()
-    ended = batchllm("run", job, "--date", DATE, "--summary", tmp_path / "file/s.json")
-    assert ended.exit_code == 1 and "file/s.json: cannot be written" in ended.err.splitlines()[-1]
+    for option in ("--summary", "--metrics"):
+        ended = batchllm("run", job, "--date", DATE, option, tmp_path / "file/s.json")
+        assert ended.exit_code == 2 and len(ended.err.splitlines()) == 1
+        assert f"{tmp_path}/file/s.json: cannot be written: " in ended.err and not (tmp_path / "out").exists()
+        assert json.loads(heard.read_text())["summary"]["exit_code"] == 2
+
+
+def test_a_report_that_cannot_be_written_after_the_run_is_an_error_once_the_command_has_run(
+    write_texts_job: WriteJob, tmp_path: Path
+) -> None:
+    heard, report = tmp_path / "heard.json", tmp_path / "reports" / "s.json"
+    job_file = write_texts_job(["a"], more=commands(on_success=[sys.executable, "-c", RECORD, str(heard)]))
+
+    def break_folder(progress: object) -> None:
+        if report.parent.is_dir():
+            report.parent.rmdir()
+            report.parent.touch()
+
+    with pytest.raises(OutputError, match="reports/s.json: cannot be written"):
+        run_unattended(
+            load_job(job_file),
+            job_file=job_file,
+            options=RunOptions(),
+            reports=Reports(summary=report),
+            observer=Observer(progress=break_folder),
+        )
     assert json.loads(heard.read_text())["summary"]["exit_code"] == 0
 
 
@@ -220,7 +249,7 @@ def test_a_job_with_int8_weights_says_so_and_is_not_resumed_without_them(
     assert json.loads(done.out)["dtype"] == "float32 (int8 weights)"
     assert [row[2] for row in rows(tmp_path)] == [None] * 3
     refused = batchllm(*run)
-    assert refused.exit_code == 1 and "engine.weights" in refused.err
+    assert refused.exit_code == 2 and "engine.weights" in refused.err
 
 
 def test_a_log_that_cannot_be_written_does_not_end_a_run(
@@ -240,7 +269,7 @@ def test_files_without_a_name_are_wrong_usage(batchllm: Command, write_texts_job
     job = write_texts_job(["a"])
     for option in ("--summary", "--metrics"):
         ended = batchllm("run", job, option, "")
-        assert ended.exit_code == 2 and "must name a file, is empty" in ended.err
+        assert ended.exit_code == 2 and "must not be empty" in ended.err
 
 
 def test_a_command_that_a_signal_without_a_name_ends_is_said(batchllm: Command, write_texts_job: WriteJob) -> None:

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from batchllm.data.run_files import RUN_COLUMNS, STEP_COLUMNS
 from batchllm.data.run_folder import RunFolder, recorded_runs, runs_of_job
-from batchllm.data.run_views import RUN_COLUMNS, STEP_COLUMNS
 from batchllm.engine.metrics import STEP_COLUMNS as LOGGED_COLUMNS
 from batchllm.job import load_job
 from batchllm.planner.explanation import Explanation
@@ -65,7 +65,7 @@ def test_a_run_that_fails_says_so_in_its_folder(
     job = write_job(
         tmp_path, [{"text": "a"}], prompt={"raw": True, "template": "{{ nothing }}"}, output={"path": "out"}
     )
-    assert run_cli("run", job).returncode == 1  # type: ignore[attr-defined]
+    assert run_cli("run", job).returncode == 2  # type: ignore[attr-defined]
     (run,) = recorded_runs(tmp_path / "out")
     assert run.summary["status"] == "failed" and "nothing" in run.summary["error"]
     assert run.plan is None and run.steps is None
@@ -134,7 +134,11 @@ def test_a_run_that_was_killed_stays_running(tmp_path: Path) -> None:
 
 
 def test_a_broken_run_folder_is_passed_over(tmp_path: Path) -> None:
-    for name, content in (("a", "{"), ("b", "[1]"), ("c", '{"run_id": "c", "status": "failed"}')):
+    for name, content in (
+        ("a", "{"),
+        ("b", "[1]"),
+        ("c", '{"run_id": "c", "name": "n", "status": "failed", "started": "2026-11-29T02:30:00+00:00"}'),
+    ):
         (tmp_path / ".runs" / name).mkdir(parents=True)
         (tmp_path / ".runs" / name / "summary.json").write_text(content)
     (tmp_path / ".runs" / "d").write_text("a file")

@@ -134,4 +134,4 @@ def test_a_job_and_a_trace_or_neither_is_wrong_usage(trace: Path) -> None:
 def test_a_trace_that_is_missing_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="none.jsonl") as caught:
         CliRunner().invoke(simulate, ["--trace", str(tmp_path / "none.jsonl")], catch_exceptions=False)
-    assert isinstance(caught.value, BatchLLMError) and caught.value.exit_code == 1
+    assert isinstance(caught.value, BatchLLMError) and caught.value.exit_code == 2

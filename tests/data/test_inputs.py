@@ -133,6 +133,39 @@ def test_a_changed_file_has_another_fingerprint_and_a_moved_one_the_same(tmp_pat
     assert one == three and one["rows"] == two["rows"] and one["content"] != two["content"]
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('text,n\n"open,1\nsecond,2\n', 2),
+        ('text,n\nfine,1\n"open,2\nthird,3\n', 3),
+        ('"text,n\nfine,1\n', 1),
+        ('text;n\nfine;1\nx;"open\n', 3),
+        ("text,n\n" + "fine,1\n" * 30_000 + '"open,2\n', 30_002),
+        ('text,n\n"quoted",1\n' + '"fine",1\n' * 30_000 + '"open,2\n', 30_003),
+    ],
+)
+def test_a_csv_with_a_quote_that_is_not_closed_is_refused_with_file_and_line(
+    tmp_path: Path, text: str, line: int
+) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(InputError, match="a.csv") as refused:
+        open_job(tmp_path, "path: a.csv")
+    said = str(refused.value)
+    assert f"line {line}" in said.lower().replace("line: ", "line ") and "quote" in said and "\n" not in said
+
+
+def test_quotes_inside_cells_other_dialects_and_lines_in_quotes_are_read(tmp_path: Path) -> None:
+    for text, expected in (
+        ('text,n\nshe said "hi",1\n', ['she said "hi"']),
+        ('text;n\n"a;b";1\n', ["a;b"]),
+        ("text,n\n'it,s',1\nok,2\n", ["it,s", "ok"]),
+        ('text,n\n"two\nlines, ""quoted""",1\n', ['two\nlines, "quoted"']),
+        ('text,n\n"""hi",1\n', ['"hi']),
+    ):
+        (tmp_path / "a.csv").write_text(text)
+        assert texts(open_job(tmp_path, "path: a.csv")) == expected, text
+
+
 def test_csv_and_json_lines_keep_their_text_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('text,id\n"007, ""x""",1.50\n2024-01-01,2\n')
     assert texts(open_job(tmp_path, "path: a.csv")) == ['007, "x"', "2024-01-01"]

@@ -25,7 +25,7 @@ from batchllm.data.kept import KeptRows
 from batchllm.data.outputs import OutputFolder, OutputWriter, PartLimits
 from batchllm.data.results import query
 from batchllm.data.schema import completion_schema
-from batchllm.errors import JobError, OutputError, RunLockedError
+from batchllm.errors import FolderError, JobError, OutputError, RunLockedError
 from batchllm.prompt import Completion
 
 FINGERPRINT: dict[str, object] = {"model": "m", "sampling.top_p": 1.0, "date": "2026-11-29"}
@@ -158,24 +158,24 @@ def test_a_folder_of_another_run_is_refused_with_the_difference_named(tmp_path: 
     with open_run(tmp_path, 1) as (writer, _):
         writer.add(answer(0))
         writer.close()
-    with OutputFolder(tmp_path) as output, pytest.raises(OutputError, match="sampling.top_p was 1.0, is 0.5"):
+    with OutputFolder(tmp_path) as output, pytest.raises(FolderError, match="sampling.top_p was 1.0, is 0.5"):
         output.resume(fingerprint={**FINGERPRINT, "sampling.top_p": 0.5}, num_rows=1)
-    with OutputFolder(tmp_path) as output, pytest.raises(OutputError, match="holds row 0, but the input has 0 rows"):
+    with OutputFolder(tmp_path) as output, pytest.raises(FolderError, match="holds row 0, but the input has 0 rows"):
         output.resume(fingerprint=FINGERPRINT, num_rows=0)
 
 
 def test_foreign_and_broken_files_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "other.parquet").write_bytes(b"PAR1")
-    with pytest.raises(OutputError, match="other.parquet, which is no part"):
+    with pytest.raises(FolderError, match="other.parquet, which is no part"):
         OutputFolder(tmp_path)
     (tmp_path / "other.parquet").unlink()
     part = tmp_path / parts.part_name(0, run_id="x")
     part.write_bytes(b"PAR1 not really")
-    with OutputFolder(tmp_path) as output, pytest.raises(OutputError, match="part-000000-x.parquet: cannot be read"):
+    with OutputFolder(tmp_path) as output, pytest.raises(FolderError, match="part-000000-x.parquet: cannot be read"):
         output.resume(fingerprint=FINGERPRINT, num_rows=1)
     part.unlink()
     pq.write_table(pa.table({"row_index": [0]}), part)
-    with OutputFolder(tmp_path) as output, pytest.raises(OutputError, match="not written by this program"):
+    with OutputFolder(tmp_path) as output, pytest.raises(FolderError, match="not written by this program"):
         output.resume(fingerprint=FINGERPRINT, num_rows=1)
 
 
@@ -193,7 +193,7 @@ def test_a_row_that_two_parts_hold_is_refused(tmp_path: Path) -> None:
         writer.close()
     part = next(tmp_path.glob("*.parquet"))
     (tmp_path / parts.part_name(1, run_id="copy")).write_bytes(part.read_bytes())
-    with OutputFolder(tmp_path) as output, pytest.raises(OutputError, match="holds row 0, which an earlier part holds"):
+    with OutputFolder(tmp_path) as output, pytest.raises(FolderError, match="holds row 0, which an earlier part holds"):
         output.resume(fingerprint=FINGERPRINT, num_rows=1)
 
 

