@@ -5,20 +5,24 @@ Nothing is locked and nothing is written into the output folder; rows are staged
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import numpy as np
 
 from batchllm.data.inputs import Input, open_input
 from batchllm.data.prompts import RowError, Staging, stage_prompts
 from batchllm.data.rendering import History
 from batchllm.data.reordering import reorderings
+from batchllm.engine.grammar_tokens import grammar_tokens
 from batchllm.engine.measure import StepLoad, measure_rates
 from batchllm.engine.pool import KvShape
+from batchllm.engine.rehearsal import Form
 from batchllm.engine.sizing import most_blocks, size_engine
 from batchllm.engine.tier_setup import disk_slots, host_slots
 from batchllm.errors import JobError
@@ -36,7 +40,7 @@ from batchllm.planner.explanation import Explanation
 from batchllm.planner.plan import Plan, make_plan
 from batchllm.planner.rates import ObservedRates
 from batchllm.planning_stages import AssumedCompletions, StagedPlan, num_restorable
-from batchllm.run_record import EngineFacts, device_for, dtype_name, existing_folder, expected_share, last_rates
+from batchllm.run_record import EngineFacts, device_for, dtype_name, existing_folder, expected_tokens, last_rates
 from batchllm.run_stages import RunStages, Stage
 from batchllm.storage.cost import measure_copy, measure_disk
 from batchllm.storage.errors import StorageError
@@ -115,13 +119,27 @@ class Planner:
             device=self._device,
             load=load,
             int8_parts=int8_parts_for(weights),
+            form=self._form(),
         )
         return measured, "a short measurement on this machine, with random weights of the model's shape"
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self._source)
+
+    @functools.cached_property
+    def _tokens_of_grammars(self) -> llguidance.LLTokenizer:
+        return grammar_tokens(self._tokenizer, vocab_size=self._config.vocab_size)
+
+    def _form(self) -> Form | None:
+        """What all completions must be. Of a job with stages each has its own, and rates are the job's."""
+        grammar = None if self._job.stages else self._job.output.grammar()
+        return None if grammar is None else Form(grammar, self._tokenizer, self._tokens_of_grammars)
 
     def explain(self, folder: Path, *, limit: int | None) -> JobPlan | StagedPlan:
         """Stages the rows in `folder` and explains their plan, stage by stage."""
         rows = open_input(self._job, spool_folder=folder, limit=limit)
-        tokenizer = load_tokenizer(self._source)
+        tokenizer = self._tokenizer
         staging = Staging.create(folder, input=rows, done=np.zeros(rows.total_rows, dtype=bool))
         stages = RunStages(self._job, input=rows, staging=staging, folder=folder)
         found: list[tuple[str, tuple[str, ...], JobPlan]] = []
@@ -148,13 +166,19 @@ class Planner:
         num_error_rows = sum(1 for _ in self._stage(stage.job, stage.input, tokenizer, stage.staging, stage.history))
         plan = self._plan(stage.staging)
         facts = self._engine_facts(plan)
-        load = StepLoad(max_sequences=facts.config.max_sequences, max_tokens=facts.config.max_step_tokens)
+        load = StepLoad(
+            max_sequences=facts.config.max_sequences,
+            max_tokens=facts.config.max_step_tokens,
+            held_tokens=simulate_demand(plan, **asdict(facts.limits)).peak_live_tokens,
+        )
         rates, rates_from = self.rates(load)
         explanation = facts.explain(
             plan,
             stage.staging.store,
             decode_text=tokenizer.decode,
-            expected_share=expected_share(stage.job, rates, stage=stage.name, tokenizer=tokenizer),
+            expected=expected_tokens(
+                stage.job, rates, stage=stage.name, tokenizer=tokenizer, grammar_tokens=lambda: self._tokens_of_grammars
+            ),
         )
         explanation = explanation.with_rates(rates.with_tiers(self._tiers(plan, facts)))
         advice = self._advice(plan, explanation, facts)

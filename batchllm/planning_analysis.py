@@ -71,7 +71,11 @@ def analyze_last_run(job: Job, *, note: Callable[[str], None] = lambda line: Non
     run = runs[-1]
     planner = Planner(job, note=note)
     plans = _recorded_plans(run)
-    load = StepLoad(max_sequences=plans[0].max_sequences, max_tokens=plans[0].max_step_tokens)
+    load = StepLoad(
+        max_sequences=plans[0].max_sequences,
+        max_tokens=plans[0].max_step_tokens,
+        held_tokens=plans[0].explanation.peak_live_tokens,
+    )
     rates, rates_from = planner.rates(load, before=run.run_id)
     steps = _recorded_steps(run)
     ends = [plan.first_step for plan in plans[1:]] + [len(steps["seconds"])]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import llguidance
 import numpy as np
 
 from batchllm.data.outputs import OutputWriter
@@ -14,6 +15,7 @@ from batchllm.data.prompts import stage_prompts
 from batchllm.data.run_folder import RunRecord
 from batchllm.engine.decoder import kv_shape
 from batchllm.engine.engine import Engine
+from batchllm.engine.grammar_tokens import grammar_tokens
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.pool import make_pool
 from batchllm.engine.roofline import run_roofline
@@ -33,12 +35,12 @@ from batchllm.run_load import DecoderLoad
 from batchllm.run_progress import Observer, ProgressTracker, RowCounts
 from batchllm.run_record import (
     EngineFacts,
-    GeneratedShare,
+    StageCounts,
     TierUse,
     device_for,
     device_versions,
     dtype_name,
-    expected_share,
+    expected_tokens,
     last_rates,
     rates_record,
 )
@@ -73,9 +75,10 @@ class StageRunner:
         self._run_tiers = RunTiers(job)
         self._tier_use: TierUse | None = None
         self._decoder: Decoder | None = None
+        self._grammar_tokens: llguidance.LLTokenizer | None = None
         self._engine_facts: EngineFacts | None = None
         self._plans: list[dict[str, Any]] = []
-        self._shares: list[tuple[str | None, GeneratedShare]] = []
+        self._counts: list[tuple[str | None, StageCounts]] = []
         # What was imported stays: without this, each look of the collector at it takes 70 ms.
         gc.freeze()
         self._load = DecoderLoad(
@@ -107,7 +110,7 @@ class StageRunner:
             record.tiers = self._tier_use.columns
         if self._engine_facts is not None:
             record.plan = {"plans": self._plans}
-            record.rates = rates_record(record.steps, facts=self._engine_facts, shares=self._shares)
+            record.rates = rates_record(record.steps, facts=self._engine_facts, counts=self._counts)
         return record
 
     def roofline(self) -> Roofline | None:
@@ -164,8 +167,8 @@ class StageRunner:
         if should_stop():
             return False
         engine = self._engine(tokenizer, stage, plan)
-        share = GeneratedShare(store, max_context=context)
-        self._shares.append((stage.name, share))
+        counts = StageCounts(store, max_context=context)
+        self._counts.append((stage.name, counts))
         self._note_plan(plan, stage, engine=engine, tokenizer=tokenizer)
         if self._tier_use is None:
             block_bytes = self._load.kv_shape.block_bytes(engine.config.block_size)
@@ -178,7 +181,7 @@ class StageRunner:
         def deliver(completions: list[Completion]) -> None:
             for completion in completions:
                 row = completion.row_index
-                share.add(completion)
+                counts.add(completion)
                 if completion.error is not None:
                     completion.error = stage.named(completion.error)
                     rows.count_failed(row)
@@ -198,6 +201,7 @@ class StageRunner:
             return engine.run(deliver=deliver, should_stop=should_stop)
         finally:
             self.metrics = self.metrics.plus(engine.metrics)
+            counts.forced_tokens = engine.metrics.forced_tokens
             self._plans[-1]["completion_tokens"] = engine.metrics.completion_tokens
             self._max_step_tokens = engine.config.max_step_tokens
             self._work = self._work.plus(
@@ -208,7 +212,9 @@ class StageRunner:
             engine.close(keep_tiers=True)
 
     def _engine(self, tokenizer: Tokenizer, stage: Stage, plan: Plan) -> Engine:
-        """Waits for the model where it is still loading, and finds the memory for the prompts' keys and values meanwhile."""
+        """Waits for the model where it is still loading, and meanwhile finds the memory for the prompts' keys and values and works out what
+        grammars need.
+        """
         began = time.monotonic()
         settings = self._job.engine
         if self._decoder is not None:
@@ -230,6 +236,8 @@ class StageRunner:
         if self._device.type == "cpu":
             # More than that a run may not come to write.
             find_memory(kv, num_bytes=plan.unique_prompt_tokens * shape.bytes_per_token)
+        if any(params.grammar is not None for params in stage.staging.store.sampling):
+            self._tokens_of_grammars(tokenizer)
         if self._decoder is None:
             self._decoder = self._load.wait()
             self.kernels = self._decoder.kernels.name
@@ -244,7 +252,13 @@ class StageRunner:
             started_at=self._started_at,
             tiers=self._run_tiers.for_stage(stage, decoder=self._decoder, plan=plan),
             kv=kv,
+            grammar_tokens=self._grammar_tokens,
         )
+
+    def _tokens_of_grammars(self, tokenizer: Tokenizer) -> llguidance.LLTokenizer:
+        if self._grammar_tokens is None:
+            self._grammar_tokens = grammar_tokens(tokenizer, vocab_size=self._load.vocab_size)
+        return self._grammar_tokens
 
     def _note_plan(self, plan: Plan, stage: Stage, *, engine: Engine, tokenizer: Tokenizer) -> None:
         """What the plan promises, for the run folder: made before the first step, so that it is no hindsight."""
@@ -255,7 +269,13 @@ class StageRunner:
             plan,
             stage.staging.store,
             decode_text=tokenizer.decode,
-            expected_share=expected_share(stage.job, rates, stage=stage.name, tokenizer=tokenizer),
+            expected=expected_tokens(
+                stage.job,
+                rates,
+                stage=stage.name,
+                tokenizer=tokenizer,
+                grammar_tokens=lambda: self._tokens_of_grammars(tokenizer),
+            ),
         )
         self._engine_facts = facts
         record = facts.plan_record(explanation, stage=stage.name, first_step=self.metrics.num_steps)

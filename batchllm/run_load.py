@@ -18,7 +18,7 @@ class DecoderLoad:
     """Owns the thread until `close`, which ends the load after the tensor that it is at, unless it is done.
 
     The thread leaves one core to the run: else torch's threads would wait for each other behind the tokenizer at every tensor.
-    `source`: what it loads. `max_context` and `kv_shape`: the model's.
+    `source`: what it loads. `max_context`, `vocab_size` and `kv_shape`: the model's.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class DecoderLoad:
         kept_dtype = kv_dtype_for(kv_dtype, dtype=dtype, kernels=kernels)
         self.source = source
         self.max_context = config.max_context
+        self.vocab_size = config.vocab_size
         self.kv_shape = KvShape.of(config, kept_dtype)
         self._num_threads = torch.get_num_threads()
         self._given_up = threading.Event()

@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import numpy as np
 import torch
 
 from batchllm.data.run_files import TIER_COLUMNS
 from batchllm.data.run_folder import RecordedRun, runs_of_job
 from batchllm.engine.engine import Engine, EngineConfig
+from batchllm.engine.grammar_tokens import num_sampled
 from batchllm.engine.pool import KvShape
 from batchllm.errors import FolderError, JobError
 from batchllm.job import Job
@@ -24,7 +26,7 @@ from batchllm.models.tokenizer import Tokenizer
 from batchllm.planner.explain import EngineLimits, ModelFacts, explain
 from batchllm.planner.explanation import Explanation
 from batchllm.planner.plan import Plan
-from batchllm.planner.rates import ObservedRates, fit_steps, observed_rates
+from batchllm.planner.rates import EXPECT_ALL, Expected, ObservedRates, fit_steps, observed_rates
 from batchllm.planner.store import PromptStore
 from batchllm.prompt import Completion
 from batchllm.storage.tier import TierCounters
@@ -91,7 +93,7 @@ class EngineFacts:
         store: PromptStore,
         *,
         decode_text: Callable[[Sequence[int]], str],
-        expected_share: float = 1.0,
+        expected: Expected = EXPECT_ALL,
     ) -> Explanation:
         """The plan explained for this engine, without times."""
         return explain(
@@ -107,7 +109,7 @@ class EngineFacts:
             limits=self.limits,
             rates=None,
             decode_text=decode_text,
-            expected_share=expected_share,
+            expected=expected,
         )
 
     def plan_record(self, explanation: Explanation, *, stage: str | None, first_step: int) -> dict[str, Any]:
@@ -151,18 +153,16 @@ class TierUse:
             column.append(values[name])
 
 
-class GeneratedShare:
-    """Counts how much of what they were allowed the finished rows generated."""
+class StageCounts:
+    """Counts how much of what they were allowed the finished rows of a stage generated, and how much of it a grammar forced."""
 
     def __init__(self, store: PromptStore, *, max_context: int) -> None:
         self.generated_tokens = 0
         self.allowed_tokens = 0
+        self.forced_tokens = 0
+        """Of all rows; the stage's engine tells it at its end."""
         self._store = store
         self._max_context = max_context
-
-    @property
-    def value(self) -> float:
-        return min(self.generated_tokens / self.allowed_tokens, 1.0) if self.allowed_tokens else 1.0
 
     def add(self, completion: Completion) -> None:
         """Takes in a finished sample; error rows say nothing."""
@@ -174,22 +174,33 @@ class GeneratedShare:
         self.generated_tokens += len(completion.token_ids)
 
 
-def expected_share(job: Job, rates: ObservedRates | None, *, stage: str | None, tokenizer: Tokenizer) -> float:
-    """The share of the tokens they may generate that the rows of a stage are expected to: what a run showed, or what the job says.
+def expected_tokens(
+    job: Job,
+    rates: ObservedRates | None,
+    *,
+    stage: str | None,
+    tokenizer: Tokenizer,
+    grammar_tokens: Callable[[], llguidance.LLTokenizer],
+) -> Expected:
+    """What the rows of a stage are expected to generate of what they may: what a run showed, or what the job says.
 
-    Before a run all of them are, but where a completion is one of a few labels, as many as the longest of these has.
+    Before a run all of it, but where a completion is one of a few labels, as many tokens as the longest of these has, and as many of them
+    sampled as in the label that leaves most open.
     """
-    share = rates.share_of(stage) if rates is not None else None
-    labels, most = job.output.choice, job.sampling.max_tokens
-    if share is not None or not isinstance(labels, tuple) or not isinstance(most, int):
-        return 1.0 if share is None else share
-    return min(1.0, max(ids.size for ids in tokenizer.encode_batch(list(labels))) / most)
+    expected = rates.expected_of(stage) if rates is not None else None
+    labels, most, grammar = job.output.choice, job.sampling.max_tokens, job.output.grammar()
+    if expected is not None or not isinstance(labels, tuple) or not isinstance(most, int) or grammar is None:
+        return expected or EXPECT_ALL
+    texts = [ids.tolist() for ids in tokenizer.encode_batch(list(labels), allow_special=False)]
+    longest = max(map(len, texts))
+    sampled = max(num_sampled(grammar, texts, tokens=grammar_tokens()))
+    return Expected(generated_share=min(1.0, longest / most), sampled_share=sampled / longest)
 
 
 def rates_record(
-    steps: Mapping[str, Any], *, facts: EngineFacts, shares: Sequence[tuple[str | None, GeneratedShare]]
+    steps: Mapping[str, Any], *, facts: EngineFacts, counts: Sequence[tuple[str | None, StageCounts]]
 ) -> dict[str, Any] | None:
-    """What `rates.json` holds; None where the run was too short to tell. `shares`: of each stage by its name."""
+    """What `rates.json` holds; None where the run was too short to tell. `counts`: of each stage by its name."""
     costs = fit_steps(steps)
     if costs is None:
         return None
@@ -198,11 +209,22 @@ def rates_record(
         kv_bytes_per_token=facts.shape.bytes_per_token,
         # An accepted draft is a row of a sequence that has one already.
         most_sequences=int((np.asarray(steps["num_decode_rows"]) - np.asarray(steps["num_accepted"])).max()),
-        generated_tokens=sum(share.generated_tokens for _, share in shares),
-        allowed_tokens=sum(share.allowed_tokens for _, share in shares),
+        expected=_expected([stage for _, stage in counts]),
     )
-    by_stage = tuple((name, share.value) for name, share in shares if name is not None)
-    return replace(rates, stage_shares=by_stage).to_json()
+    by_stage = tuple((name, _expected([stage])) for name, stage in counts if name is not None)
+    return replace(rates, stages=by_stage).to_json()
+
+
+def _expected(counts: Sequence[StageCounts]) -> Expected:
+    """What these rows did."""
+    generated, allowed, forced = (
+        sum(getattr(stage, name) for stage in counts)
+        for name in ("generated_tokens", "allowed_tokens", "forced_tokens")
+    )
+    return Expected(
+        generated_share=min(generated / allowed, 1.0) if allowed else 1.0,
+        sampled_share=max(generated - forced, 0) / generated if generated else 1.0,
+    )
 
 
 def last_rates(job: Job, *, model: str, device: str, dtype: str, before: str | None = None) -> ObservedRates | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import llguidance
 import numpy as np
 import torch
 
@@ -33,8 +34,11 @@ class Answers:
         records: Records,
         metrics: RunMetrics,
         seed: int,
+        grammar_tokens: llguidance.LLTokenizer | None = None,
     ) -> None:
-        """`table`, `records` and `metrics` are the engine's: tokens are read there, first tokens and counts noted."""
+        """`table`, `records` and `metrics` are the engine's: tokens are read there, first tokens and counts noted. `grammar_tokens`: see
+        `GrammarMasks`.
+        """
         vocab_size = decoder.config.vocab_size
         self.sampler = Sampler(vocab_size=vocab_size, device=decoder.device, job_seed=seed)
         self._stopping = Stopping(
@@ -42,7 +46,11 @@ class Answers:
             token_bytes=vocabulary.token_bytes,
             control_tokens=vocabulary.special_tokens,
         )
-        self._grammars = GrammarMasks(vocabulary=vocabulary, vocab_size=vocab_size, max_sequences=table.max_sequences)
+        self._grammars = GrammarMasks(
+            vocabulary=vocabulary, vocab_size=vocab_size, max_sequences=table.max_sequences, tokens=grammar_tokens
+        )
+        self._can_force = np.zeros(table.max_sequences, dtype=bool)
+        """By slot: whether a token that is the only one allowed is the next one, whatever the logits say and nobody asks for them."""
         self._decoder = decoder
         self._table = table
         self._records = records
@@ -64,8 +72,11 @@ class Answers:
             ending_ids=self._stopping.ending_ids(record.params),
         )
         self._stopping.add(slot, record.params, output_ids=output.tolist())
-        if record.params.grammar is not None:
-            self._grammars.add(slot, record.params.grammar, output_ids=output.tolist())
+        params = record.params
+        if params.grammar is not None:
+            self._grammars.add(slot, params.grammar, output_ids=output.tolist())
+        # A bias or `min_tokens` may forbid even that token: the sampler says so.
+        self._can_force[slot] = params.logprobs is None and not params.logit_bias and params.min_tokens == 0
 
     def remove(self, slot: int) -> None:
         """The sequence leaves its slot."""
@@ -82,18 +93,25 @@ class Answers:
         # The fused argmax would hide a NaN; the sampler names the row it is in.
         if self.sampler.all_greedy(slots, positions) and bool(hidden.sum(dtype=torch.float32).isfinite()):
             return Sampled(self._decoder.argmax(hidden).cpu().numpy())
-        token_ids = np.zeros(slots.size, dtype=np.int64)
+        token_ids = self._forced(slots, wait=True)
         bad_rows: dict[int, str] = {}
         logprobs: dict[int, LogprobEntry] = {}
-        for start in range(0, slots.size, _MAX_LOGIT_ROWS):
-            part = slice(start, start + _MAX_LOGIT_ROWS)
+        to_sample = np.flatnonzero(token_ids < 0)
+        for start in range(0, to_sample.size, _MAX_LOGIT_ROWS):
+            part = to_sample[start : start + _MAX_LOGIT_ROWS]
+            logits = self._decoder.logits(hidden[torch.from_numpy(part).to(hidden.device)])
             allowed = self._grammars.allowed(slots[part])
-            sampled = self.sampler.sample(self._decoder.logits(hidden[part]), slots[part], positions[part], allowed)
+            sampled = self.sampler.sample(logits, slots[part], positions[part], allowed)
             token_ids[part] = sampled.token_ids
-            for row, reason in sampled.bad_rows.items():
-                bad_rows[start + row] = self._grammars.failure(int(slots[start + row])) or reason
-            logprobs |= {start + row: entry for row, entry in sampled.logprobs.items()}
+            for place, reason in sampled.bad_rows.items():
+                row = int(part[place])
+                bad_rows[row] = self._grammars.failure(int(slots[row])) or reason
+            logprobs |= {int(part[place]): entry for place, entry in sampled.logprobs.items()}
         return Sampled(token_ids, bad_rows, logprobs)
+
+    def forced(self, slots: np.ndarray) -> np.ndarray:
+        """int64 `[num_rows]`: the next token of each row whose grammar is known already to leave it no other, else -1."""
+        return self._forced(slots, wait=False)
 
     def take(self, slots: np.ndarray, positions: np.ndarray, sampled: Sampled) -> tuple[np.ndarray, list[Completion]]:
         """Notes a token, `sampled`, of each of the distinct `slots`: the table has it already, and knows it.
@@ -126,6 +144,11 @@ class Answers:
             for place in np.flatnonzero(ended)
         ]
         return ended, completions
+
+    def _forced(self, slots: np.ndarray, *, wait: bool) -> np.ndarray:
+        token_ids = self._grammars.forced(slots, wait=wait)
+        token_ids[~self._can_force[slots]] = -1
+        return token_ids
 
     def _complete(self, slot: int, now: float, *, error: str | None, is_whole: bool) -> Completion:
         table = self._table

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import llguidance
 import numpy as np
 import torch
 
@@ -23,6 +24,7 @@ from batchllm.engine.pool import make_pool
 from batchllm.engine.prefill_cost import PrefillCost
 from batchllm.engine.protocols import Store, Vocabulary
 from batchllm.engine.records import Records
+from batchllm.engine.sampling import Sampled
 from batchllm.engine.scheduled import ScheduledStep
 from batchllm.engine.scheduler import Scheduler, Speculation
 from batchllm.engine.staged_mover import StagedMover
@@ -34,6 +36,9 @@ from batchllm.prompt import Completion, SamplingParams
 
 _TRANSFER_WAIT_S = 1.0
 """How long a step that can run nothing waits for a block from a tier before it looks again."""
+
+_MOST_FORCED = 31
+"""Tokens behind a sampled one that a grammar may force before the model computes them: a step's rows are to be shared."""
 
 _STAGING_SLOTS = 64
 """Blocks on their way between a GPU and the tiers."""
@@ -81,9 +86,10 @@ class Engine:
         started_at: float,
         tiers: TierSetup | None = None,
         kv: torch.Tensor | None = None,
+        grammar_tokens: llguidance.LLTokenizer | None = None,
     ) -> None:
         """`started_at`: `time.monotonic()` of the job's start, from which waiting times count. Owns `tiers`: see `close`. `kv`: its blocks,
-        as `make_pool` makes them; None: it makes them itself.
+        as `make_pool` makes them; None: it makes them itself. `grammar_tokens`: see `GrammarMasks`.
         """
         assert not config.runs_ahead or config.speculation == "off", "drafts need the tokens before them"
         self.decoder = decoder
@@ -138,6 +144,7 @@ class Engine:
             records=self.records,
             metrics=self.metrics,
             seed=seed,
+            grammar_tokens=grammar_tokens,
         )
         self._ahead = None
         if config.runs_ahead:
@@ -304,9 +311,32 @@ class Engine:
                 slots[first[with_drafts]], num_drafted=num_drafted, num_accepted=num_accepted[with_drafts]
             )
             tally.num_accepted = int(num_accepted.sum())
+        unfinished = first[~np.isin(slots[first], done)]
+        completions += self._take_forced(slots[unfinished], positions[unfinished] + 1, done)
         for slot in done:
             self._answers.remove(slot)
         self.scheduler.finish(np.array(done, dtype=np.int64))
+        return completions
+
+    def _take_forced(self, slots: np.ndarray, positions: np.ndarray, done: list[int]) -> list[Completion]:
+        """Takes the tokens that the grammars of `slots` leave no choice in, without the model, which computes them with the next step.
+
+        `positions` as for `Answers.choose`; only those of rows with a grammar, which are not drafted, are looked at. Adds to `done` the
+        slots that end.
+        """
+        completions: list[Completion] = []
+        for _ in range(min(_MOST_FORCED, self.config.max_step_tokens - 1)):
+            token_ids = self._answers.forced(slots)
+            is_forced = token_ids >= 0
+            slots, positions, token_ids = slots[is_forced], positions[is_forced], token_ids[is_forced]
+            if not slots.size:
+                break
+            self.scheduler.append_forced(slots, token_ids)
+            self.metrics.forced_tokens += slots.size
+            ended, ending = self._answers.take(slots, positions, Sampled(token_ids))
+            completions += ending
+            done += slots[ended].tolist()
+            slots, positions = slots[~ended], positions[~ended] + 1
         return completions
 
     def _count(self, completions: list[Completion]) -> list[Completion]:
@@ -320,14 +350,15 @@ class Engine:
 
     def _log(self, step: ScheduledStep, batch: StepBatch, tally: _Tally, finished_at: float) -> None:
         scheduler, metrics = self.scheduler, self.metrics
-        num_drafted = step.num_drafted
-        prefill_rows = batch.token_ids.size - step.num_decode - num_drafted
+        num_drafted, decode_rows = step.num_drafted, step.num_decode_rows
+        prefill_rows = batch.token_ids.size - decode_rows
         seconds = finished_at - tally.started_at
         if scheduler.drafter is not None and step.num_decode and prefill_rows == 0:
             scheduler.drafter.note_step(
-                num_sequences=step.num_decode,
-                num_rows=step.num_decode + num_drafted,
-                num_tokens=step.num_decode + tally.num_accepted,
+                # A forced row is one that counts, as if of another sequence.
+                num_sequences=step.num_decode + step.num_forced,
+                num_rows=decode_rows,
+                num_tokens=step.num_decode + step.num_forced + tally.num_accepted,
                 seconds=seconds,
             )
         if self._prefill_cost is not None:
@@ -335,7 +366,7 @@ class Engine:
                 self._prefill_cost.observe(num_prefill=prefill_rows, seconds=tally.model_s)
             elif prefill_rows == 0 and num_drafted == 0:
                 self._prefill_cost.plain_s.append(tally.model_s)
-        reads = batch.plan.reads_of(step.num_decode + num_drafted)
+        reads = batch.plan.reads_of(decode_rows)
         metrics.num_steps += 1
         metrics.computed_prompt_tokens += prefill_rows
         metrics.drafted_tokens += num_drafted
@@ -349,7 +380,7 @@ class Engine:
                 "start_s": tally.started_at - self._started_at,
                 "seconds": seconds,
                 "model_seconds": tally.model_s,
-                "num_decode_rows": step.num_decode + tally.num_accepted,
+                "num_decode_rows": step.num_decode + step.num_forced + tally.num_accepted,
                 "num_prefill_rows": prefill_rows,
                 "num_running": scheduler.table.num_running,
                 "num_waiting": scheduler.num_waiting,

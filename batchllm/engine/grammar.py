@@ -1,7 +1,8 @@
 """Which tokens each row may take next, where its completion must fit a grammar.
 
-The masks for the next token depend on the token just sampled. They are computed on other threads from that moment on,
-while the next step is scheduled and the model runs, and are waited for only when that step is sampled.
+What a row may take depends on the token just sampled. It is worked out on other threads from that moment on, while the next step is
+scheduled and the model runs, and is waited for only when that step is sampled. Rows that choose among labels share what is known of each
+beginning of a label; other grammars have too many states for rows to meet in, but all of them begin in the same one.
 """
 
 from __future__ import annotations
@@ -9,81 +10,114 @@ from __future__ import annotations
 import concurrent.futures
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import llguidance
 import llguidance.numpy
 import numpy as np
-import torch
 
+from batchllm.engine.grammar_tokens import GrammarVocabulary, grammar_tokens
 from batchllm.engine.sampling import AllowedTokens
-from batchllm.errors import ModelError
 from batchllm.prompt import Grammar
 
+_MOST_SHARED = 1 << 14
+"""States that rows share, over all grammars. Beyond them a row has its own; a grammar for each row must not fill the memory."""
 
-class GrammarVocabulary(Protocol):
-    """What grammars ask of a tokenizer."""
 
-    @property
-    def eos_ids(self) -> frozenset[int]: ...
-    @property
-    def token_bytes(self) -> Sequence[bytes]: ...
+@dataclass(slots=True, eq=False)
+class _State:
+    """Where a grammar stands after some tokens. `children`: by token, the states that follow, where this one is shared by rows; one that is a
+    row's own hands its matcher on.
 
-    def encode_batch(self, texts: Sequence[str], *, allow_special: bool = True) -> list[np.ndarray]: ...
+    `ids`: the tokens it takes, or where `is_open` all that it does not take; None until `is_asked` and worked out. `forced`: the tokens that
+    must come next, one after the other, where it takes one only.
+    """
+
+    matcher: llguidance.LLMatcher
+    children: dict[int, _State] | None
+    is_complete: bool = False
+    is_asked: bool = False
+    is_open: bool = False
+    ids: np.ndarray | None = None
+    forced: tuple[int, ...] = ()
+    failure: str | None = None
 
 
 class GrammarMasks:
-    """The grammars of the running rows, by slot (as in `Sampler`), and their masks. Owns its threads until `close`.
+    """The grammars of the running rows, by slot (as in `Sampler`), and what they allow. Owns its threads until `close`.
 
     A row's state is a function of its grammar and its tokens so far, so a preempted row is simply added again. Costs
     nothing until a row with a grammar is added.
     """
 
-    def __init__(self, *, vocabulary: GrammarVocabulary, vocab_size: int, max_sequences: int) -> None:
-        """`vocab_size`: of the model's logits, which may exceed the tokenizer's."""
+    def __init__(
+        self,
+        *,
+        vocabulary: GrammarVocabulary,
+        vocab_size: int,
+        max_sequences: int,
+        tokens: llguidance.LLTokenizer | None = None,
+    ) -> None:
+        """`vocab_size`: of the model's logits, which may exceed the tokenizer's. `tokens`: of `grammar_tokens`, made when needed where None."""
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
+        self._tokens = tokens
         self._has_grammar = np.zeros(max_sequences, dtype=bool)
-        self._bits = np.zeros((max_sequences, -(-vocab_size // 32)), dtype=np.int32)
-        self._matchers: dict[int, llguidance.LLMatcher] = {}
-        self._failures: dict[int, str] = {}
-        self._compiled: dict[Grammar, llguidance.LLMatcher] = {}
-        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._states: dict[int, _State] = {}
+        self._roots: dict[Grammar, _State] = {}
+        self._num_shared = 0
+        self._is_choice = np.zeros(max_sequences, dtype=bool)
         self._workers: llguidance.LLExecutor | None = None
-        # One thread that hands out work keeps the order: a slot's later mask cannot be overwritten by an earlier one.
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: list[concurrent.futures.Future[None]] = []
 
     def add(self, slot: int, grammar: Grammar, *, output_ids: Sequence[int]) -> None:
-        """Start a row in a free slot and its first mask. After a preemption `output_ids` are the tokens it has generated already."""
+        """Start a row in a free slot. After a preemption `output_ids` are the tokens it has generated already."""
         assert not self._has_grammar[slot], f"slot {slot} is in use"
-        if grammar not in self._compiled:
-            self._compiled[grammar] = llguidance.LLMatcher(self._prepared_tokenizer(), grammar.text, log_level=0)
-        matcher = self._compiled[grammar].deep_copy()
-        if output_ids:
-            matcher.consume_tokens(list(output_ids))
         self._has_grammar[slot] = True
-        self._matchers[slot] = matcher
+        self._is_choice[slot] = grammar.kind == "choice"
+        self._states[slot] = self._root(grammar)
+        if output_ids:
+            self._wait()
+        for token_id in output_ids:
+            self._advance(slot, token_id)
         self.prepare(np.array([slot]))
 
     def remove(self, slot: int) -> None:
         """Free a slot, whether or not its row has a grammar."""
         if self._has_grammar[slot]:
             self._has_grammar[slot] = False
-            del self._matchers[slot]
-            self._failures.pop(slot, None)
+            del self._states[slot]
 
     def any(self, slots: np.ndarray) -> bool:
         """Whether a row in `slots` has a grammar."""
         return bool(self._has_grammar[slots].any())
 
     def allowed(self, slots: np.ndarray) -> AllowedTokens | None:
-        """The masks of the rows in `slots`, waiting for those under way. None where no row has a grammar."""
+        """What the rows in `slots` may take, waiting for what is under way. None where no row has a grammar."""
         rows = np.flatnonzero(self._has_grammar[slots])
         if not len(rows):
             return None
         self._wait()
-        return AllowedTokens(rows=rows, bits=torch.from_numpy(self._bits[slots[rows]]))
+        states = [self._states[slot] for slot in slots[rows].tolist()]
+        ids = [state.ids for state in states if state.ids is not None]
+        assert len(ids) == len(states), "a state that nobody asked for"
+        return AllowedTokens(rows=rows, ids=ids, is_open=np.array([state.is_open for state in states]))
+
+    def forced(self, slots: np.ndarray, *, wait: bool) -> np.ndarray:
+        """int64 `[num_rows]`: the only token that a row may take, -1 where it may take several, or none.
+
+        Without `wait` only what is known already is told: in states that rows share, and after a token that was forced itself.
+        """
+        token_ids = np.full(len(slots), -1, dtype=np.int64)
+        rows = np.flatnonzero(self._has_grammar[slots])
+        if len(rows) and wait:
+            self._wait()
+        for row in rows.tolist():
+            forced = self._states[int(slots[row])].forced
+            if forced:
+                token_ids[row] = forced[0]
+        return token_ids
 
     def accept(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         """Takes the token just sampled for each of the distinct `slots`; bool `[num_rows]`: rows that are complete.
@@ -92,92 +126,107 @@ class GrammarMasks:
         """
         complete = np.zeros(len(slots), dtype=bool)
         rows = np.flatnonzero(self._has_grammar[slots])
-        if not len(rows):
-            return complete
-        self._wait()
+        # Of a token that was forced more is known than the masks that are under way.
+        if any(self._states[slot].ids is None for slot in slots[rows].tolist()):
+            self._wait()
         for row in rows.tolist():
-            matcher = self._matchers[int(slots[row])]
-            matcher.consume_token(int(token_ids[row]))
-            complete[row] = matcher.is_stopped() and not matcher.is_error()
+            complete[row] = self._advance(int(slots[row]), int(token_ids[row])).is_complete
         return complete
 
     def prepare(self, slots: np.ndarray) -> None:
-        """Begins the masks of the next token for those of `slots` that have a grammar; returns at once."""
-        chosen = [(self._matchers[slot], slot) for slot in slots[self._has_grammar[slots]].tolist()]
-        if chosen:
-            if self._thread is None or self._workers is None:
-                self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
-                # The model needs the cores more: masks of 100 rows are a few milliseconds on one.
-                self._workers = llguidance.LLExecutor(max(1, (os.cpu_count() or 1) // 4))
-            self._pending.append(self._thread.submit(self._compute, self._workers, chosen))
+        """Begins to work out what those of `slots` that have a grammar may take next; returns at once."""
+        states = [self._states[slot] for slot in slots[self._has_grammar[slots]].tolist()]
+        self._ask([state for state in states if not state.is_asked])
 
     def failure(self, slot: int) -> str | None:
-        """Why the grammar of a row could not go on, if so; its mask then allows nothing."""
-        return self._failures.get(slot)
+        """Why the grammar of a row could not go on, if so; it then allows nothing."""
+        return self._states[slot].failure if self._has_grammar[slot] else None
 
     def close(self) -> None:
         """Ends the threads."""
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _compute(self, workers: llguidance.LLExecutor, chosen: list[tuple[llguidance.LLMatcher, int]]) -> None:
-        llguidance.numpy.fill_next_token_bitmask_par(workers, chosen, self._bits)
-        for matcher, slot in chosen:
-            if matcher.is_error():
+    def _root(self, grammar: Grammar) -> _State:
+        root = self._roots.get(grammar)
+        if root is None:
+            if self._num_shared >= _MOST_SHARED:
+                # Running rows keep what they stand in.
+                self._roots, self._num_shared = {}, 0
+            if self._tokens is None:
+                self._tokens = grammar_tokens(self._vocabulary, vocab_size=self._vocab_size)
+            root = _State(llguidance.LLMatcher(self._tokens, grammar.text, log_level=0), children={})
+            self._roots[grammar] = root
+            self._num_shared += 1
+        return root
+
+    def _advance(self, slot: int, token_id: int) -> _State:
+        """The row's state after a token."""
+        state = self._states[slot]
+        child = None if state.children is None else state.children.get(token_id)
+        if child is None:
+            child = self._follow(state, token_id, is_shared=bool(self._is_choice[slot]))
+        self._states[slot] = child
+        return child
+
+    def _follow(self, state: _State, token_id: int, *, is_shared: bool) -> _State:
+        matcher = state.matcher if state.children is None else state.matcher.deep_copy()
+        matcher.consume_token(token_id)
+        child = _State(matcher, children=None, is_complete=matcher.is_stopped() and not matcher.is_error())
+        if state.forced[:1] == (token_id,) and len(state.forced) > 1:
+            child.is_asked = True
+            child.forced = state.forced[1:]
+            child.ids = np.array(child.forced[:1])
+        if state.children is not None and is_shared and self._num_shared < _MOST_SHARED:
+            self._num_shared += 1
+            child.children = {}
+            state.children[token_id] = child
+        return child
+
+    def _ask(self, states: list[_State]) -> None:
+        asked: list[_State] = []
+        for state in states:
+            if not state.is_asked:  # two rows may stand in it
+                state.is_asked = True
+                asked.append(state)
+        if asked:
+            if self._thread is None:
+                self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+            self._pending.append(self._thread.submit(self._work_out, asked))
+
+    def _work_out(self, states: list[_State]) -> None:
+        bits = np.empty((len(states), -(-self._vocab_size // 32)), dtype=np.int32)
+        if self._workers is None:
+            # The model needs the cores more: masks of 100 rows are a few milliseconds on one.
+            self._workers = llguidance.LLExecutor(max(1, (os.cpu_count() or 1) // 4))
+        numbered = [(state.matcher, number) for number, state in enumerate(states)]
+        llguidance.numpy.fill_next_token_bitmask_par(self._workers, numbered, bits)
+        for state, words in zip(states, bits, strict=True):
+            if state.matcher.is_error():
                 # In error the library allows EOS, which would pass a broken text for a whole one.
-                self._bits[slot] = 0
-                self._failures[slot] = f"the output's grammar failed: {matcher.get_error().splitlines()[0]}"
+                words[:] = 0
+                state.failure = f"the output's grammar failed: {state.matcher.get_error().splitlines()[0]}"
+            self._note(state, words)
+
+    def _note(self, state: _State, words: np.ndarray) -> None:
+        state.is_open = 2 * int(np.count_nonzero(words == -1)) > words.size
+        ids = _set_bits(~words if state.is_open else words)
+        ids = ids[ids < self._vocab_size]
+        if ids.size == 1 and not state.is_open:
+            forced = tuple(state.matcher.compute_ff_tokens())
+            state.forced = forced if forced[:1] == (ids[0],) else (int(ids[0]),)
+        # Last: with it the matcher is the other thread's again.
+        state.ids = ids
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, []
         for future in pending:
             future.result()
 
-    def _prepared_tokenizer(self) -> llguidance.LLTokenizer:
-        if self._tokenizer is None:
-            eos_ids = sorted(self._vocabulary.eos_ids)
-            if not eos_ids:
-                raise ModelError(
-                    "the model declares no EOS token, so a completion with a schema, choice or regex could not end"
-                )
-            tokens = _Tokens(self._vocabulary, vocab_size=self._vocab_size)
-            self._tokenizer = llguidance.LLTokenizer(tokens, eos_token=eos_ids)  # type: ignore[arg-type]
-        return self._tokenizer
 
-
-class _Tokens:
-    """A vocabulary in the form that llguidance reads: the bytes of each id, and how a forced text falls into tokens."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(self, vocabulary: GrammarVocabulary, *, vocab_size: int) -> None:
-        known = list(vocabulary.token_bytes)[:vocab_size]
-        self.eos_token_id = min(vocabulary.eos_ids)
-        self.tokens = known + [b""] * (vocab_size - len(known))
-        # Without bytes it is a control token or none at all: no text leads to it.
-        self.special_token_ids = [token_id for token_id, data in enumerate(self.tokens) if not data]
-        for token_id in self.special_token_ids:
-            self.tokens[token_id] = b"<%d>" % token_id
-        self._encode = vocabulary.encode_batch
-        self._bytes = known
-        self._ids = {data: token_id for token_id, data in enumerate(known) if data}
-        self._longest = max(map(len, self._ids))
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        """The model's own tokens of a text that the grammar forces; where those are other bytes, the longest ones that fit."""
-        data = text.encode() if isinstance(text, str) else text
-        ids: list[int] = self._encode([data.decode("utf-8", "replace")], allow_special=False)[0].tolist()
-        if b"".join(self._bytes[token_id] for token_id in ids) == data:
-            return ids
-        ids, start = [], 0
-        while start < len(data):
-            for stop in range(min(len(data), start + self._longest), start, -1):
-                if data[start:stop] in self._ids:
-                    ids.append(self._ids[data[start:stop]])
-                    start = stop
-                    break
-            else:
-                # No token for this byte: the mask says so, whatever is answered here.
-                break
-        return ids
+def _set_bits(words: np.ndarray) -> np.ndarray:
+    """int64: the numbers of the bits that are set in `words` int32, where few of the words have any."""
+    some = np.flatnonzero(words)
+    bits = np.unpackbits(words[some].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
+    word, bit = np.nonzero(bits)
+    return some[word] * 32 + bit

@@ -1,20 +1,22 @@
 """Measures what steps cost on this machine for a model's shape, with weights of random numbers: no weight is read.
 
-A step's time is taken apart as `planner/cost` puts it together: rows of prompts, decoding rows, and attention by itself, which is timed
-alone. A model's layers are alike, so a few of them are built, enough that they do not fit into a cache, and their time is scaled to all;
+A step's time is taken apart as `planner/cost` puts it together: rows of prompts, decoding rows, what the engine does beside the layers, and
+attention by itself, which is timed alone. A model's layers are alike, so a few of them are built, enough that they do not fit into a cache, and their time is scaled to all;
 where a pass is bound by arithmetic, some of these do.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from batchllm.engine.pool import KvShape, make_pool
+from batchllm.engine.rehearsal import Form, beside_layers_s
 from batchllm.kernels.attention import CHUNK, AttentionPlan, HeadShape
 from batchllm.models.config import ModelConfig
 from batchllm.models.decoder import Decoder
@@ -28,25 +30,31 @@ _LAYERS_BYTES = 256 << 20
 _PREFILL_LAYERS = 4
 _BLOCK_SIZE = 16
 _TILE_SIZE = 1 << 16
-_REPEATS, _ENOUGH_S = 3, 0.1
-"""The middle one of three passes, or of fewer where they take long: a run does not have the machine's best moments either."""
+_ROUNDS, _ENOUGH_S = 4, 4.0
+"""Each pass once a round, and its middle time counts: what disturbs the machine for a moment disturbs one round of each, not all rounds of one.
+The first round finds memory, and counts where no other comes before there is enough."""
 
 _PROMPT, _LONG_PROMPT = 256, 2048
 """Tokens of the prompts in a step of prompt rows, and of one whose attention shows in its time."""
 
-_READERS, _READ_CONTEXT = 16, 256
-"""Sequences that read as much each, no block twice."""
+_FEWEST_READERS, _READ_CONTEXT, _MOST_READ_BYTES = 16, 256, 512 << 20
+"""Sequences that read as much each, no block twice: so many that they read what a run does, as far as caches make a difference."""
 
 _SHARERS, _SHARED_CONTEXT = 64, 512
 """Sequences that read the same blocks together."""
 
 
+Pass = Callable[[], float]
+"""Runs something once and says how many seconds that took."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """The most that a step of the engine may hold."""
+    """The most that a step of the engine may hold, and `held_tokens`, whose keys and values are in the pool at the peak of a run."""
 
     max_sequences: int
     max_tokens: int
+    held_tokens: int
 
 
 class _RandomWeights:
@@ -86,8 +94,9 @@ def measure_rates(
     device: torch.device,
     load: StepLoad,
     int8_parts: frozenset[str] = frozenset(),
+    form: Form | None = None,
 ) -> ObservedRates:
-    """Times a few forward passes (a second or two on a CPU). Nothing is known of `generated_share` then."""
+    """Times a few forward passes (a second or two on a CPU). Nothing is known of what rows do then. `form`: what completions must be."""
     layer_bytes = dtype.itemsize * sum(
         int(np.prod(shape))
         for name, shape in canonical_shapes(replace(config, num_layers=1)).items()
@@ -104,47 +113,59 @@ def measure_rates(
         fingerprint="",
         int8_parts=int8_parts,
     )
-    bench = _Bench(decoder, num_layers=config.num_layers, load=load)
+    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    most_readers = max(_FEWEST_READERS, _MOST_READ_BYTES // (kv_bytes * _READ_CONTEXT))
+    readers = min(max(_FEWEST_READERS, load.held_tokens // _READ_CONTEXT), most_readers)
+    bench = _Bench(decoder, num_layers=config.num_layers, load=load, num_tokens=readers * _READ_CONTEXT)
+
     most = load.max_sequences
     batches = sorted({1, min(8, most), min(64, most), most})
-    decode = {batch: bench.step_s(_Rows(batch)) for batch in batches}
-
-    reading = _Rows(_READERS, context=_READ_CONTEXT - 1)
-    read_s = bench.attention_s(reading) / reading.pairs
+    reading = _Rows(readers, context=_READ_CONTEXT - 1)
     sharing = _Rows(_SHARERS, context=_SHARED_CONTEXT, shared=_SHARED_CONTEXT)
-    spared = (_SHARERS - 1) * _SHARED_CONTEXT
-    alone_s = _SHARED_CONTEXT * read_s + bench.attention_s(_Rows(_SHARERS))
-    spared_s = max(bench.attention_s(sharing) - alone_s, 0.0) / spared
-
     prompt = min(_PROMPT, load.max_tokens)
     prompts = _Rows(max(1, load.max_tokens // prompt), num_rows=prompt)
     long, short = _Rows(1, num_rows=_LONG_PROMPT), _Rows(_LONG_PROMPT // _PROMPT, num_rows=_PROMPT)
+    seconds = _middle_of_rounds(
+        {f"layers {batch}": bench.layers(_Rows(batch)) for batch in batches}
+        | {f"beside {batch}": bench.beside_layers(batch, form) for batch in batches}
+        | {
+            "reading": bench.attention(reading),
+            "sharing": bench.attention(sharing),
+            "sharers": bench.attention(_Rows(_SHARERS)),
+            "long": bench.attention(long),
+            "short": bench.attention(short),
+            "prompts": bench.prefill(prompts),
+        }
+    )
+    decode = {batch: seconds[f"layers {batch}"] + seconds[f"beside {batch}"] for batch in batches}
+    read_s = seconds["reading"] / reading.pairs
+    spared = (_SHARERS - 1) * _SHARED_CONTEXT
+    spared_s = max(seconds["sharing"] - seconds["sharers"] - _SHARED_CONTEXT * read_s, 0.0) / spared
     # What attention costs a row, whatever it attends to, is in both, and stays with the rows.
-    pair_s = max(bench.attention_s(long) - bench.attention_s(short), 0.0) / (long.pairs - short.pairs)
-    prefill_s = bench.prefill_s(prompts)
+    pair_s = max(seconds["long"] - seconds["short"], 0.0) / (long.pairs - short.pairs)
+    prefill_s = seconds["prompts"]
     row_s = max(prefill_s - prompts.pairs * pair_s, prefill_s / 2) / (prompts.num_sequences * prompts.num_rows)
-
-    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
     return ObservedRates(
         prefill_tokens_per_s=1 / row_s,
         prefill_pairs_per_s=1 / max(pair_s, 1e-15),
         decode_step_s=tuple(decode.items()),
+        kv_found_bytes_per_s=kv_bytes / max(read_s, 1e-15),
         kv_read_bytes_per_s=kv_bytes / max(read_s, 1e-15),
         kv_spared_bytes_per_s=kv_bytes / max(spared_s, 1e-15),
         kv_first_write_bytes_per_s=bench.first_write_bytes_per_s,
-        generated_share=None,
+        expected=None,
     )
 
 
 class _Bench:
     """A pool and passes over it. What it holds does not matter; sequences read blocks of their own as far as there are some."""
 
-    def __init__(self, decoder: Decoder, *, num_layers: int, load: StepLoad) -> None:
-        """Times of `decoder` are scaled to `num_layers` layers."""
+    def __init__(self, decoder: Decoder, *, num_layers: int, load: StepLoad, num_tokens: int) -> None:
+        """Times of `decoder` are scaled to `num_layers` layers. The pool has room for `num_tokens` and more."""
         self._decoder = decoder
         self._num_layers = num_layers
         config = decoder.config
-        most_tokens = max(_READERS * _READ_CONTEXT, _LONG_PROMPT, load.max_tokens)
+        most_tokens = max(num_tokens, _LONG_PROMPT, load.max_tokens)
         self._num_blocks = max(-(-most_tokens // _BLOCK_SIZE), load.max_sequences)
         shape = KvShape.of(config, decoder.dtype)
         self._kv = make_pool(shape, num_blocks=self._num_blocks, block_size=_BLOCK_SIZE, device=decoder.device)
@@ -154,26 +175,46 @@ class _Bench:
         self._wait()
         self.first_write_bytes_per_s = self._kv.untyped_storage().nbytes() / (time.perf_counter() - began)
 
-    def step_s(self, rows: _Rows) -> float:
-        """A step that decodes, sampling included, scaled to all layers."""
-        scale = self._num_layers / self._decoder.config.num_layers
+    def layers(self, rows: _Rows) -> Pass:
+        """The layers of a step that decodes, scaled to all of them. The pool goes through the caches before, as it does in a step before."""
         forward = self._forward(self._decoder, rows, sampled=_last_rows(rows))
+        scale = self._num_layers / self._decoder.config.num_layers
+        storage = self._kv.untyped_storage()
+        pool = torch.empty(0, dtype=torch.int64, device=self._decoder.device)
+        pool.set_(storage, 0, (storage.nbytes() // pool.itemsize,), (1,))
 
         def run() -> float:
-            hidden, layers_s = forward()
-            began = time.perf_counter()
-            self._decoder.argmax(hidden).cpu()
-            return layers_s * scale + time.perf_counter() - began
+            pool.sum()
+            self._wait()
+            return forward()[1] * scale
 
-        return _middle(run)
+        return run
 
-    def prefill_s(self, rows: _Rows) -> float:
-        """The layers of a step of prompt rows, all of them to their end."""
+    def beside_layers(self, num_sequences: int, form: Form | None) -> Pass:
+        """What else such a step takes: see `rehearsal`."""
+        decoder = self._decoder.cut(1)
+        return lambda: beside_layers_s(
+            decoder,
+            kv=self._kv,
+            num_blocks=self._num_blocks,
+            block_size=_BLOCK_SIZE,
+            num_sequences=num_sequences,
+            form=form,
+        )
+
+    def prefill(self, rows: _Rows) -> Pass:
+        """The layers of a step of prompt rows, all of them to their end, behind another such step, which finds the memory."""
         decoder = self._decoder.cut(min(_PREFILL_LAYERS, self._decoder.config.num_layers))
         forward = self._forward(decoder, rows, sampled=np.arange(rows.num_sequences * rows.num_rows))
-        return _middle(lambda: forward()[1]) * self._num_layers / decoder.config.num_layers
+        scale = self._num_layers / decoder.config.num_layers
 
-    def attention_s(self, rows: _Rows) -> float:
+        def run() -> float:
+            forward()
+            return forward()[1] * scale
+
+        return run
+
+    def attention(self, rows: _Rows) -> Pass:
         """Attention alone, over all layers. Where it is bound by memory, the weights go through the caches before each pass, as they do between
         two steps.
         """
@@ -194,9 +235,9 @@ class _Bench:
             for layer in range(num_layers):
                 decoder.kernels.attention(query, self._kv, layer=layer, plan=plan, scale=config.head_dim**-0.5)
             self._wait()
-            return time.perf_counter() - began
+            return (time.perf_counter() - began) * self._num_layers / num_layers
 
-        return _middle(run) * self._num_layers / num_layers
+        return run
 
     def _forward(
         self, decoder: Decoder, rows: _Rows, *, sampled: np.ndarray
@@ -267,15 +308,11 @@ def _last_rows(rows: _Rows) -> np.ndarray:
     return np.arange(1, rows.num_sequences + 1) * rows.num_rows - 1
 
 
-def _middle(run: Callable[[], float]) -> float:
-    """The middle one of a few runs behind a first one, or the first where it takes long."""
+def _middle_of_rounds(passes: Mapping[str, Pass]) -> dict[str, float]:
+    """Seconds of each pass, all of them once a round."""
+    rounds: list[dict[str, float]] = []
     began = time.perf_counter()
-    first = run()
-    spent_s = time.perf_counter() - began
-    if spent_s > 4 * _ENOUGH_S:
-        return first
-    times: list[float] = []
-    began = time.perf_counter()
-    while len(times) < _REPEATS and (not times or time.perf_counter() - began < _ENOUGH_S):
-        times.append(run())
-    return sorted(times)[len(times) // 2]
+    while len(rounds) < _ROUNDS and (not rounds or time.perf_counter() - began < _ENOUGH_S):
+        rounds.append({name: run() for name, run in passes.items()})
+    counted = rounds[1:] or rounds
+    return {name: statistics.median(seconds[name] for seconds in counted) for name in passes}

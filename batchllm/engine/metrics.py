@@ -48,7 +48,7 @@ class RunMetrics:
     """Totals of one run of the engine.
 
     `prompt_tokens` of sequences admitted so far, of which `cached_prompt_tokens` were found in the pool.
-    `generated_tokens` so far, of which `completion_tokens` belong to finished rows.
+    `generated_tokens` so far, of which `completion_tokens` belong to finished rows, and `forced_tokens` were not sampled.
     `computed_prompt_tokens` counts every prefill row, work repeated after a preemption (`recomputed_tokens`) included.
     `drafted_tokens` were guessed, and `accepted_tokens` of them were what the model says. `restored_tokens` came back from a tier instead.
     `num_unfilled_slots` of `num_allocated_slots` token slots were given back without ever holding a token.
@@ -61,6 +61,7 @@ class RunMetrics:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     completion_tokens: int = 0
+    forced_tokens: int = 0
     num_completed: int = 0
     num_errors: int = 0
     preemptions: int = 0

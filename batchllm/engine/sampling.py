@@ -5,7 +5,7 @@ Order of operations, the same for each row:
 1. Log-probabilities, where asked for: of the model's own distribution, before anything below.
 2. Repetition penalty (prompt and output tokens: positive logits are divided by it, negative ones multiplied), then
    `frequency_penalty * count` and `presence_penalty` are subtracted (output tokens only).
-3. Logit bias is added. Ids that `min_tokens` forbids so far, and those outside an `AllowedTokens` mask, become -inf.
+3. Logit bias is added. Ids that `min_tokens` forbids so far, and those that `AllowedTokens` leaves out, become -inf.
 4. Temperature up to `GREEDY_TEMPERATURE`: the best token, the lowest id of equals. Above it: temperature, top-k,
    top-p, min-p, and a draw from what is left (`filters`) with the row's random number for this position
    (`random_streams`).
@@ -61,13 +61,14 @@ LogprobEntry = tuple[int, float, tuple[tuple[int, float], ...]]
 
 @dataclass(frozen=True, slots=True)
 class AllowedTokens:
-    """Token masks for some rows: `rows` int64 `[n]`, places in the batch; `bits` int32 `[n, ceil(vocabulary / 32)]`.
+    """What some rows may take: `rows` int64 `[n]`, places in the batch; `ids`, for each the tokens that it may take, int64.
 
-    Token t is allowed where bit `t % 32` of word `t // 32` is set.
+    `is_open` bool `[n]`: rows whose `ids` are those that it may not take. Of a vocabulary few tokens are in one of both as a rule.
     """
 
     rows: np.ndarray
-    bits: torch.Tensor
+    ids: list[np.ndarray]
+    is_open: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,13 +265,19 @@ class Sampler:
             place = (self._to_device(shifted[offsets.rows]), self._to_device(offsets.token_ids))
             logits[place] = logits[place] + self._to_device(offsets.values, torch.float32)
         if allowed is not None and len(allowed.rows):
-            shifts = torch.arange(32, dtype=torch.int32, device=self._device)
-            is_allowed = (allowed.bits.to(self._device)[:, :, None] >> shifts & 1).flatten(1)[
-                :, : self._vocab_size
-            ] == 1
-            rows = self._to_device(allowed.rows)
-            logits[rows] = logits[rows].masked_fill(~is_allowed, -torch.inf)
+            self._forbid(logits, allowed)
         return bool(len(penalised) or len(shifted) or (allowed is not None and len(allowed.rows)))
+
+    def _forbid(self, logits: torch.Tensor, allowed: AllowedTokens) -> None:
+        """What rows may not take becomes -inf, in place."""
+        sizes = np.array([ids.size for ids in allowed.ids])
+        owners, ids = np.repeat(allowed.rows, sizes), np.concatenate(allowed.ids)
+        is_open = np.repeat(allowed.is_open, sizes)
+        closed = self._to_device(owners[~is_open]), self._to_device(ids[~is_open])
+        kept = logits[closed]
+        logits[self._to_device(allowed.rows[~allowed.is_open])] = -torch.inf
+        logits[closed] = kept
+        logits[self._to_device(owners[is_open]), self._to_device(ids[is_open])] = -torch.inf
 
     def _choose(self, logits: torch.Tensor, *, positions: np.ndarray, columns: np.ndarray) -> torch.Tensor:
         """Step 4: the token of each row, int64 `[num_rows]`."""

@@ -71,7 +71,8 @@ class Scheduler:
         holdings.take_restored(0.0)
         decoding = self._grow_decoding(step)
         running = table.running
-        budget = self.config.max_step_tokens - decoding.size
+        num_rows = 1 + table.num_forced[decoding].astype(np.int64)
+        budget = self.config.max_step_tokens - int(num_rows.sum())
         chunks: list[tuple[int, int]] = []
         for slot in running[~self._is_decoding(running) & ~table.is_restoring[running]]:
             if budget == 0:
@@ -83,24 +84,29 @@ class Scheduler:
         if not step.preempted:
             self._admission.admit(step, chunks, budget)
         self.residency.prefetch(self._admission.next_position)
-        num_drafted = self._draft(decoding, num_prefill=sum(count for _, count in chunks))
-        table.num_computed[decoding] += 1 + num_drafted
+        num_drafted = self._draft(decoding, num_rows=num_rows, num_prefill=sum(count for _, count in chunks))
+        step.num_forced = int(num_rows.sum()) - decoding.size
+        table.num_forced[decoding] = 0
+        num_rows += num_drafted
+        table.num_computed[decoding] += num_rows
         chunks.sort(key=lambda chunk: int(table.rank[chunk[0]]))
         step.num_decode = decoding.size
         step.slots = np.concatenate([decoding, np.array([slot for slot, _ in chunks], dtype=np.int64)])
-        step.num_rows = np.concatenate([1 + num_drafted, np.array([count for _, count in chunks], dtype=np.int64)])
+        step.num_rows = np.concatenate([num_rows, np.array([count for _, count in chunks], dtype=np.int64)])
         return step
 
-    def _draft(self, decoding: np.ndarray, *, num_prefill: int) -> np.ndarray:
-        """How many drafted tokens ride with each decoding sequence, int64; they are written behind its tokens, and have blocks."""
+    def _draft(self, decoding: np.ndarray, *, num_rows: np.ndarray, num_prefill: int) -> np.ndarray:
+        """How many drafted tokens ride with each decoding sequence, int64; they are written behind its tokens, and have blocks. None ride
+        beside forced ones.
+        """
         table = self.table
         drafts = None
         if self.drafter is not None and decoding.size:
             drafts = self.drafter.propose(
                 decoding,
                 # The step gives one token more than are drafted.
-                limits=table.max_tokens[decoding] - table.num_tokens[decoding] - 1,
-                num_rows=self.config.max_step_tokens - decoding.size - num_prefill,
+                limits=np.where(num_rows == 1, table.max_tokens[decoding] - table.num_tokens[decoding] - 1, 0),
+                num_rows=self.config.max_step_tokens - int(num_rows.sum()) - num_prefill,
                 num_prefill=num_prefill,
             )
         if drafts is None:
@@ -125,6 +131,13 @@ class Scheduler:
     def append(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
         """The next token of each of the distinct `slots`, sampled by the last step."""
         self.table.append_tokens(slots, token_ids)
+
+    def append_forced(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
+        """One more token for each of the distinct `slots`, which need not be sampled: the next step computes it too. Fewer than
+        `max_step_tokens` of them behind a sampled one.
+        """
+        self.table.append_tokens(slots, token_ids)
+        self.table.num_forced[slots] += 1
 
     def hold(self, slots: np.ndarray) -> None:
         """These sequences run no more: their last token is on its way, and they end when it is there."""
@@ -154,31 +167,33 @@ class Scheduler:
             assert num_references == num_pinned, f"{num_references} references to blocks, {num_pinned} are pins"
 
     def _is_decoding(self, slots: np.ndarray) -> np.ndarray:
-        """By slot: whether all but its last, generated token is computed. A prompt's own last token belongs to its prefill."""
+        """By slot: whether all is computed but its last sampled token and what was forced behind it. A prompt's own last token belongs to
+        its prefill.
+        """
         table = self.table
-        lacks_one = table.num_tokens[slots] - table.num_computed[slots] == 1
+        lacks_one = table.num_tokens[slots] - table.num_computed[slots] == 1 + table.num_forced[slots]
         return lacks_one & (table.num_tokens[slots] > table.prompt_length[slots]) & ~table.is_restoring[slots]
 
     def _grow_decoding(self, step: ScheduledStep) -> np.ndarray:
-        """The slots that decode, each with a block for its row; preempts from the end of the plan until they fit.
+        """The slots that decode, each with blocks for its rows; preempts from the end of the plan until they fit.
 
         A batch wider than the budget decodes the earliest in the plan: they finish first and make room.
         """
         table, size = self.table, self.config.block_size
         while True:
             running = table.running
-            decoding = running[self._is_decoding(running)][: self.config.max_step_tokens]
-            needy = decoding[table.num_computed[decoding] // size >= table.num_blocks[decoding]]
-            if needy.size <= self.pool.num_free:
+            decoding = running[self._is_decoding(running)]
+            decoding = decoding[np.cumsum(1 + table.num_forced[decoding]) <= self.config.max_step_tokens]
+            lacking = np.maximum(-(-table.num_tokens[decoding] // size) - table.num_blocks[decoding], 0)
+            num_lacking = int(lacking.sum())
+            if num_lacking <= self.pool.num_free:
                 break
-            self.residency.evict(needy.size, keep=set(), position=self._admission.next_position)
-            if needy.size <= self.pool.num_free:
+            self.residency.evict(num_lacking, keep=set(), position=self._admission.next_position)
+            if num_lacking <= self.pool.num_free:
                 break
             victim = int(running[~table.is_restoring[running]][-1])
             step.preempted.append(victim)
             self.preempt(victim)
-        if needy.size:
-            blocks = self.holdings.allocate(needy.size)
-            table.block_table[needy, table.num_blocks[needy]] = blocks
-            table.num_blocks[needy] += 1
+        for slot in np.repeat(decoding, lacking).tolist():
+            table.append_blocks(slot, self.holdings.allocate(1))
         return decoding

@@ -10,7 +10,7 @@ class SequenceTable:
 
     `position`: plan position. `rank`: its place in the tree's order, by which rows of a step are ordered. `num_tokens`: prompt and generated tokens.
     `num_computed`: tokens whose KV is in the pool, or in the step being run. `num_cached`: of these, tokens found in the pool at
-    admission. `max_tokens`: prompt and generated tokens at which it ends. `is_restoring`: its blocks are being filled
+    admission. `num_forced`: tokens behind the last one that was sampled, which needed no sampling, and wait to be computed with it. `max_tokens`: prompt and generated tokens at which it ends. `is_restoring`: its blocks are being filled
     from a tier, so it cannot run yet; or its last token is on its way from the device, so it runs no more. `block_table` [max_sequences, max_blocks]: its blocks.
     Large columns are allocated as zeros, of which the system maps only what is written.
     """
@@ -22,6 +22,7 @@ class SequenceTable:
         self.prompt_length = np.zeros(max_sequences, dtype=np.int32)
         self.num_tokens = np.zeros(max_sequences, dtype=np.int32)
         self.num_computed = np.zeros(max_sequences, dtype=np.int32)
+        self.num_forced = np.zeros(max_sequences, dtype=np.int32)
         self.max_tokens = np.zeros(max_sequences, dtype=np.int32)
         self.last_token = np.zeros(max_sequences, dtype=np.int64)
         self.is_restoring = np.zeros(max_sequences, dtype=bool)
@@ -48,6 +49,7 @@ class SequenceTable:
         self.prompt_length[slot] = prompt_length
         self.num_tokens[slot] = tokens.size
         self.num_computed[slot] = 0
+        self.num_forced[slot] = 0
         self.max_tokens[slot] = max_tokens
         self.last_token[slot] = tokens[-1]
         self.num_blocks[slot] = 0

@@ -24,7 +24,8 @@ class Rates:
 
     `prefill_tokens_per_s`: prompt rows, all but what attention takes for each (row, token it attends to), which is
     `prefill_pairs_per_s`. `decode_step_s`: (sequences, seconds) of a step that decodes that many over empty contexts, at least one
-    pair, by rising number of sequences. Of keys and values, in bytes a second: `kv_read_bytes_per_s`, read by decoding sequences;
+    pair, by rising number of sequences. Of keys and values, in bytes a second: `kv_found_bytes_per_s`, of tokens that a prompt finds computed, and
+    reads once for those that it computes; `kv_read_bytes_per_s`, read by decoding sequences;
     `kv_spared_bytes_per_s`, not read again, because several sequences read them together, and multiplied all the same;
     `kv_first_write_bytes_per_s`, written where nothing was before, so that the system has to find the memory. `tiers`: device first.
     """
@@ -32,6 +33,7 @@ class Rates:
     prefill_tokens_per_s: float
     prefill_pairs_per_s: float
     decode_step_s: tuple[tuple[int, float], ...]
+    kv_found_bytes_per_s: float
     kv_read_bytes_per_s: float
     kv_spared_bytes_per_s: float
     kv_first_write_bytes_per_s: float
@@ -40,10 +42,11 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """Prompt tokens that are computed, and pairs of one of them and a token that it attends to."""
+    """Prompt tokens that are computed, pairs of one of them and a token that it attends to, and tokens that prompts find computed."""
 
     tokens: int
     pairs: int
+    found: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,9 @@ def predict(demand: Demand, *, prefill: PrefillWork, rates: Rates, kv_bytes_per_
     peak_bytes = demand.peak_live_tokens * kv_bytes_per_token
     tiers = spread_over_tiers(peak_bytes, tiers=rates.tiers)
     return Prediction(
-        prefill_s=prefill.tokens / rates.prefill_tokens_per_s + prefill.pairs / rates.prefill_pairs_per_s,
+        prefill_s=prefill.tokens / rates.prefill_tokens_per_s
+        + prefill.pairs / rates.prefill_pairs_per_s
+        + prefill.found * kv_bytes_per_token / rates.kv_found_bytes_per_s,
         decode_s=float((decode_step_s(demand.running[decoding], rates=rates) * steps).sum()),
         attention_s=read_bytes / rates.kv_read_bytes_per_s + spared_bytes / rates.kv_spared_bytes_per_s,
         # A block that is given back is handed out again before one that was never used. For prompts the memory is found beforehand.

@@ -12,6 +12,7 @@ from batchllm.planner.cost import PrefillWork, Rates, predict
 from batchllm.planner.demand import Demand, compact, simulate_demand
 from batchllm.planner.explanation import Explanation, HistogramBar, LoadLevel, SharedRun
 from batchllm.planner.plan import Plan
+from batchllm.planner.rates import EXPECT_ALL, Expected
 from batchllm.planner.store import PromptStore
 from batchllm.planner.work import prompt_pairs
 
@@ -51,21 +52,25 @@ def explain(
     limits: EngineLimits,
     rates: Rates | None,
     decode_text: Callable[[Sequence[int]], str],
-    expected_share: float = 1.0,
+    expected: Expected = EXPECT_ALL,
 ) -> Explanation:
     """Explains `plan`; reads only the tokens that the biggest nodes start with, through `store`.
 
-    `expected_share`: of the tokens that a row may generate, those that it is expected to. Without `rates` no times are predicted.
+    `expected`: of the tokens that a row may generate, those that it is expected to. Without `rates` no times are predicted.
     """
     # A row that may generate generates something, however small the share.
-    expected_tokens = np.minimum(np.maximum(np.rint(plan.decode_tokens * expected_share), 1), plan.decode_tokens)
+    expected_tokens, sampled_tokens = (
+        np.minimum(np.maximum(np.rint(plan.decode_tokens * share), 1), plan.decode_tokens)
+        for share in (expected.generated_share, expected.generated_share * expected.sampled_share)
+    )
     demand = simulate_demand(
-        replace(plan, decode_tokens=expected_tokens.astype(np.int32)),
+        replace(plan, decode_tokens=sampled_tokens.astype(np.int32)),
         max_sequences=limits.max_sequences,
         step_tokens=limits.step_tokens,
         read_chunk=limits.read_chunk,
     )
-    prefill = PrefillWork(tokens=int(plan.computed_tokens.sum(dtype=np.int64)), pairs=prompt_pairs(plan))
+    num_computed = int(plan.computed_tokens.sum(dtype=np.int64))
+    prefill = PrefillWork(tokens=num_computed, pairs=prompt_pairs(plan), found=plan.total_prompt_tokens - num_computed)
     prediction = None
     if rates is not None:
         prediction = predict(

@@ -111,7 +111,11 @@ class Explanation:
         )
         prediction = predict(
             demand,
-            prefill=PrefillWork(tokens=self.computed_prompt_tokens, pairs=self.prompt_pairs),
+            prefill=PrefillWork(
+                tokens=self.computed_prompt_tokens,
+                pairs=self.prompt_pairs,
+                found=self.prompt_tokens - self.computed_prompt_tokens,
+            ),
             rates=rates,
             kv_bytes_per_token=self.kv_bytes_per_token,
         )

@@ -21,25 +21,39 @@ _NO_COST = 1e-15
 
 
 @dataclass(frozen=True, slots=True)
-class ObservedRates:
-    """What a run or a measurement showed: rates as in `Rates`, and `generated_share` of the tokens that finished rows might have generated,
-    None where no row has been run.
+class Expected:
+    """What rows are expected to do: the share of the tokens they may generate that they generate, and of these the share that is sampled, one in
+    a step; a grammar forces the others.
+    """
 
-    `stage_shares`: the same for each stage by its name, in a job that has stages.
+    generated_share: float = 1.0
+    sampled_share: float = 1.0
+
+
+EXPECT_ALL = Expected()
+"""Of a row of which nothing is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedRates:
+    """What a run or a measurement showed: rates as in `Rates`, and what the finished rows did, None where no row has been run.
+
+    `stages`: the same for each stage by its name, in a job that has stages.
     """
 
     prefill_tokens_per_s: float
     prefill_pairs_per_s: float
     decode_step_s: tuple[tuple[int, float], ...]
+    kv_found_bytes_per_s: float
     kv_read_bytes_per_s: float
     kv_spared_bytes_per_s: float
     kv_first_write_bytes_per_s: float
-    generated_share: float | None
-    stage_shares: tuple[tuple[str, float], ...] = ()
+    expected: Expected | None
+    stages: tuple[tuple[str, Expected], ...] = ()
 
-    def share_of(self, stage: str | None) -> float | None:
-        """`generated_share` of one stage; None: of the job."""
-        return dict(self.stage_shares).get(stage or "", self.generated_share)
+    def expected_of(self, stage: str | None) -> Expected | None:
+        """`expected` of one stage; None: of the job."""
+        return dict(self.stages).get(stage or "", self.expected)
 
     def with_tiers(self, tiers: tuple[TierSpace, ...]) -> Rates:
         """As the cost model takes them."""
@@ -56,8 +70,8 @@ class ObservedRates:
         return cls(
             **{field.name: float(values[field.name]) for field in fields(Rates) if field.name.endswith("_per_s")},
             decode_step_s=tuple((int(sequences), float(seconds)) for sequences, seconds in values["decode_step_s"]),
-            generated_share=float(values["generated_share"]),
-            stage_shares=tuple((str(name), float(share)) for name, share in values.get("stage_shares", ())),
+            expected=Expected(**values["expected"]),
+            stages=tuple((str(name), Expected(**expected)) for name, expected in values["stages"]),
         )
 
 
@@ -88,11 +102,11 @@ def fit_steps(steps: Mapping[str, Any]) -> StepCosts | None:
 
 
 def observed_rates(
-    costs: StepCosts, *, kv_bytes_per_token: int, most_sequences: int, generated_tokens: int, allowed_tokens: int
+    costs: StepCosts, *, kv_bytes_per_token: int, most_sequences: int, expected: Expected
 ) -> ObservedRates:
-    """The rates that fitted costs stand for. `allowed_tokens`: the most that the finished rows might have generated.
+    """The rates that fitted costs stand for. `expected`: what the finished rows did.
 
-    What attention and first writes cost is in the cost of the prompt rows: the next run of a job has prompts of the same kind.
+    What attention, reads and first writes cost is in the cost of the prompt rows: the next run of a job has prompts of the same kind.
     """
     points = [(1, costs.fixed + costs.decode_row)]
     if most_sequences > 1:
@@ -101,10 +115,11 @@ def observed_rates(
         prefill_tokens_per_s=1 / max(costs.prefill_row, _NO_COST),
         prefill_pairs_per_s=1 / _NO_COST,
         decode_step_s=tuple(points),
+        kv_found_bytes_per_s=1 / _NO_COST,
         kv_read_bytes_per_s=kv_bytes_per_token / max(costs.read_token, _NO_COST),
         kv_spared_bytes_per_s=kv_bytes_per_token / max(costs.spared_token, _NO_COST),
         kv_first_write_bytes_per_s=1 / _NO_COST,
-        generated_share=min(generated_tokens / allowed_tokens, 1.0) if allowed_tokens else 1.0,
+        expected=expected,
     )
 
 

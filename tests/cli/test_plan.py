@@ -32,6 +32,21 @@ def test_labels_are_expected_to_be_as_long_as_the_longest(tmp_path: Path, write_
     plan = json.loads(run_cli("plan", job, "--json").stdout)
     # One token a byte: three of the eight that a row may generate.
     assert (plan["decode_tokens"], plan["expected_decode_tokens"]) == (4 * 8, 4 * 3)
+    # Behind its first letter nothing of a label is left open, so a row decodes for one step, not three.
+    assert plan["num_steps"] == 1
+
+
+def test_a_plan_goes_by_the_tokens_that_the_last_run_had_to_sample(
+    tmp_path: Path, write_job: WriteJob, run_cli: Cli
+) -> None:
+    """Of eight letters one is open, so a row takes steps for its first one, for that one, and for the one behind it."""
+    output = {"path": "out/{{ date }}", "regex": "yyyyyy[ab]y"}
+    job = write_job(tmp_path, [{"text": letter} for letter in "abcdefghij"], output=output, engine={"max_sequences": 1})
+    before = json.loads(run_cli("plan", job, "--json").stdout)
+    assert run_cli("run", job, *DATE).returncode == 0
+    after = json.loads(run_cli("plan", job, "--json").stdout)
+    assert before["expected_decode_tokens"] == after["expected_decode_tokens"] == 10 * 8
+    assert (before["num_steps"], after["num_steps"]) == (80, 30) and "earlier run" in after["rates_from"]
 
 
 def test_planning_writes_nothing_and_leaves_no_temporary_folder(

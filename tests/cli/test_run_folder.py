@@ -49,7 +49,8 @@ def test_the_recorded_plan_is_exact_and_the_rates_can_be_read_back(finished_job:
     assert explanation.computed_prompt_tokens == run.summary["computed_prompt_tokens"]
     assert explanation.unique_prompt_tokens == run.summary["unique_prompt_tokens"]
     rates = ObservedRates.from_json(run.rates)
-    assert 0 < rates.generated_share <= 1 and rates.prefill_tokens_per_s > 0
+    assert rates.expected is not None and rates.expected.sampled_share == 1.0
+    assert 0 < rates.expected.generated_share <= 1 and rates.prefill_tokens_per_s > 0
 
 
 def test_runs_of_a_job_on_other_dates_are_found_beside_it(finished_job: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -188,6 +188,68 @@ def test_a_grammar_that_the_vocabulary_cannot_spell_is_an_error_row_and_its_neig
     assert answers[1].text == "dog"
 
 
+def test_tokens_that_a_grammar_forces_are_those_that_would_be_sampled_and_take_no_steps(build: Build) -> None:
+    """A row that asks for log-probabilities has each of its tokens sampled, under the same masks."""
+    grammars = [schema_grammar(SCHEMA), choice_grammar(LABELS), regex_grammar("(begin|start)-of-[a-z]{2,9}-and-end")]
+    answers: list[dict[int, Completion]] = []
+    num_steps = []
+    for logprobs in (0, None):
+        params = [params_of(grammars[row % 3], logprobs=logprobs, ignore_eos=row % 2 == 0) for row in range(30)]
+        engine = build(params)
+        answers.append(run(engine))
+        num_steps.append(engine.metrics.num_steps)
+        assert engine.metrics.generated_tokens == sum(len(answer.token_ids) for answer in answers[-1].values())
+    sampled, forced = answers
+    for row in range(30):
+        assert (forced[row].token_ids, forced[row].text) == (sampled[row].token_ids, sampled[row].text)
+        assert (forced[row].finish_reason, forced[row].stop_reason) == (
+            sampled[row].finish_reason,
+            sampled[row].stop_reason,
+        )
+        assert len(sampled[row].logprobs or ()) == len(sampled[row].token_ids)
+    assert num_steps[1] < 0.7 * num_steps[0]
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_forced_tokens_stop_where_sampled_ones_would(build: Build, max_tokens: int) -> None:
+    """At `max_tokens`, at a stop string that lies within what is forced, and at the end of the grammar."""
+    grammar = regex_grammar("ab-one-cat-two")
+    cases: list[dict[str, Any]] = [{}, {"stop": ("one",)}, {"stop_token_ids": (256,)}]
+    params = [params_of(grammar, max_tokens=max_tokens, **case) for case in cases]
+    forced, sampled = run(build(params)), run(build([replace(settings, logprobs=0) for settings in params]))
+    for row in range(len(cases)):
+        assert (forced[row].token_ids, forced[row].text) == (sampled[row].token_ids, sampled[row].text)
+        assert (forced[row].finish_reason, forced[row].stop_reason) == (
+            sampled[row].finish_reason,
+            sampled[row].stop_reason,
+        )
+
+
+def test_min_tokens_and_a_bias_still_rule_over_the_only_token_of_a_grammar(build: Build) -> None:
+    """Where they leave no token, the row is an error as it was before anything was forced."""
+    grammar = regex_grammar("ab")
+    params = [params_of(grammar, min_tokens=20), params_of(grammar, logit_bias=((260, -float("inf")),))]
+    answers = run(build(params))
+    assert [answers[row].error for row in range(2)] == [None, "the row's settings leave no token to sample"]
+
+
+def test_a_row_that_comes_where_another_was_knows_at_once_what_is_forced_there() -> None:
+    masks = GrammarMasks(vocabulary=ByteVocabulary(), vocab_size=270, max_sequences=2)
+    slots = np.arange(2)
+    for slot in slots:
+        masks.add(int(slot), choice_grammar(["x-dog", "y-cat"]), output_ids=[])
+    assert masks.forced(slots, wait=True).tolist() == [-1, -1]
+    masks.accept(slots[:1], np.array([ord("x")]))
+    masks.prepare(slots[:1])
+    assert masks.forced(slots, wait=True).tolist() == [ord("-"), -1]
+    masks.accept(slots[1:], np.array([ord("x")]))
+    assert masks.forced(slots, wait=False).tolist() == [ord("-"), ord("-")]
+    masks.accept(slots, np.array([ord("-"), ord("-")]))
+    assert masks.forced(slots, wait=False).tolist() == [261, 261]
+    assert masks.accept(slots, np.array([261, 261])).all()
+    masks.close()
+
+
 def test_masks_of_a_slot_that_is_given_to_another_row_are_those_of_the_new_row() -> None:
     masks = GrammarMasks(vocabulary=ByteVocabulary(), vocab_size=270, max_sequences=2)
     slots = np.array([1])
@@ -195,9 +257,7 @@ def test_masks_of_a_slot_that_is_given_to_another_row_are_those_of_the_new_row()
         masks.add(1, choice_grammar([letter, "?"]), output_ids=[])
         allowed = masks.allowed(slots)
         assert allowed is not None
-        bits = allowed.bits.numpy()[0]
-        ids = [i for i in range(270) if bits[i // 32] >> (i % 32) & 1]
-        assert ids == sorted([ord("?"), ord(letter)])
+        assert not allowed.is_open[0] and allowed.ids[0].tolist() == sorted([ord("?"), ord(letter)])
         masks.prepare(slots)
         masks.remove(1)
     assert masks.allowed(slots) is None

@@ -335,15 +335,14 @@ def test_a_forbidden_ending_id_with_a_bias_stays_forbidden() -> None:
     assert sample(logits, [params] * 2, positions=np.array([0, 1]), ending_ids=(2,)).token_ids.tolist() == [0, 2]
 
 
-def test_an_allowed_mask_binds_its_rows_only() -> None:
-    logits = torch.arange(70.0).expand(3, 70).clone()
-    bits = torch.zeros(1, 3, dtype=torch.int32)
-    bits[0, 0] = -(2**31)  # token 31
-    bits[0, 1] = 1 << 8  # token 40
-    allowed = AllowedTokens(rows=np.array([1]), bits=bits)
-    assert sample(logits, [GREEDY] * 3, allowed=allowed).token_ids.tolist() == [69, 40, 69]
+def test_allowed_tokens_bind_their_rows_only_whether_they_are_named_or_all_others_are() -> None:
+    logits = torch.arange(70.0).expand(4, 70)
+    closed, others = np.array([31, 40]), np.setdiff1d(np.arange(70), [3, 68])
+    allowed = AllowedTokens(rows=np.array([1, 3]), ids=[closed, others], is_open=np.array([False, True]))
+    assert sample(logits, [GREEDY] * 4, allowed=allowed).token_ids.tolist() == [69, 40, 69, 68]
+    allowed = AllowedTokens(rows=np.array([1]), ids=[closed], is_open=np.array([False]))
     drawn = {
-        int(sample(logits * 0, [SamplingParams(temperature=1.0)] * 3, job_seed=seed, allowed=allowed).token_ids[1])
+        int(sample(logits[:3] * 0, [SamplingParams(temperature=1.0)] * 3, job_seed=seed, allowed=allowed).token_ids[1])
         for seed in range(30)
     }
     assert drawn == {31, 40}
@@ -363,7 +362,7 @@ def test_logits_that_are_not_finite_are_an_error_of_their_row_only(value: float)
 
 def test_a_row_whose_settings_leave_no_token_is_an_error_of_its_own() -> None:
     logits = torch.zeros(2, 40)
-    allowed = AllowedTokens(rows=np.array([0]), bits=torch.tensor([[1 << 2, 0]], dtype=torch.int32))
+    allowed = AllowedTokens(rows=np.array([0]), ids=[np.array([2])], is_open=np.array([False]))
     sampled = sample(logits, [SamplingParams(min_tokens=2)] * 2, ending_ids=(2,), allowed=allowed)
     assert sampled.bad_rows == {0: "the row's settings leave no token to sample"}
     assert sampled.token_ids.tolist() == [-1, 0]

@@ -151,7 +151,9 @@ class SymbolicMachine:
         mover: SymbolicMover | None = None,
         persist: bool = False,
         draft_seed: int | None = None,
+        force_seed: int | None = None,
     ) -> None:
+        self.forcing = None if force_seed is None else np.random.default_rng(force_seed)
         self.store, self.plan, self.max_new, self.chunk = store, plan, max_new, chunk
         self.scheduler = Scheduler(
             config=config,
@@ -217,6 +219,7 @@ class SymbolicMachine:
             scheduler.append(np.array([slot]), np.array([self.next_token(tuple(prefix))]))
         self.num_drafted += step.num_drafted
         scheduler.drop_drafts(slots)
+        self.force(slots)
         size = scheduler.config.block_size
         running = table.running[~table.is_restoring[table.running]]
         assert (table.num_blocks[running] * size >= table.num_computed[running]).all()
@@ -226,6 +229,15 @@ class SymbolicMachine:
             assert row not in self.outputs
             self.outputs[row] = table.tokens[slot, table.prompt_length[slot] : table.num_tokens[slot]].tolist()
         scheduler.finish(done)
+
+    def force(self, slots: np.ndarray) -> None:
+        """Some sequences get tokens behind the sampled one that need no sampling, as many as may be, by the seed."""
+        table = self.scheduler.table
+        for slot in slots if self.forcing is not None else ():
+            for _ in range(int(self.forcing.integers(0, self.scheduler.config.max_step_tokens))):
+                if table.num_tokens[slot] < table.max_tokens[slot]:
+                    prefix = tuple(table.tokens[slot, : table.num_tokens[slot]].tolist())
+                    self.scheduler.append_forced(np.array([slot]), np.array([self.next_token(prefix)]))
 
     def check_attention(self, batch: StepBatch, row_slots: np.ndarray) -> None:
         """Each row reads each position up to its own once, from a slot that holds just that prefix."""
@@ -283,6 +295,7 @@ def machine(
     persist: bool = False,
     least_recent: bool = False,
     draft_seed: int | None = None,
+    force_seed: int | None = None,
 ) -> SymbolicMachine:
     store = StagedPrompts(folder, prompts, max_new)
     plan = make_plan(store, prefix_sharing=sharing, keep_order=keep_order)
@@ -303,6 +316,7 @@ def machine(
         mover=mover,
         persist=persist,
         draft_seed=draft_seed,
+        force_seed=force_seed,
     )
 
 
@@ -342,6 +356,7 @@ def test_every_row_reads_its_own_prefix_and_finishes_whatever_the_limits(
         persist=data.draw(st.booleans()),
         least_recent=data.draw(st.booleans()),
         draft_seed=data.draw(st.integers(0, 1000)) if data.draw(st.booleans()) else None,
+        force_seed=data.draw(st.integers(0, 1000)) if data.draw(st.booleans()) else None,
     )
     preempt = data.draw(st.lists(st.integers(0, 4), max_size=6))
     for _ in range(3000):

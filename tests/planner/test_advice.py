@@ -32,10 +32,11 @@ def advice_for(stage_prompts: Callable[..., Any]) -> Advise:
             decode_step_s=((1, 0.1),),
             kv_read_bytes_per_s=1e9,
             kv_spared_bytes_per_s=1e9,
+            kv_found_bytes_per_s=1e30,
             kv_first_write_bytes_per_s=1e9,
             tiers=(TierSpace(name="device", capacity_bytes=device_bytes, bytes_per_s=1e9),),
         )
-        prefill = PrefillWork(tokens=int(plan.computed_tokens.sum()), pairs=0)
+        prefill = PrefillWork(tokens=int(plan.computed_tokens.sum()), pairs=0, found=0)
         prediction = predict(demand, prefill=prefill, rates=rates, kv_bytes_per_token=1)
         return advise(
             PlanFacts(

@@ -26,6 +26,7 @@ def test_each_prediction_stands_beside_what_was_measured(stage_prompts: Callable
             decode_step_s=((1, 0.1), (2, 0.1)),
             kv_read_bytes_per_s=1e30,
             kv_spared_bytes_per_s=1e30,
+            kv_found_bytes_per_s=1e30,
             kv_first_write_bytes_per_s=54 * 64 / 1.62,
             tiers=(),
         ),

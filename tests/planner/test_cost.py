@@ -19,6 +19,7 @@ RATES = Rates(
     prefill_tokens_per_s=100.0,
     prefill_pairs_per_s=1000.0,
     decode_step_s=((1, 0.1), (3, 0.3), (5, 0.4)),
+    kv_found_bytes_per_s=2e5,
     kv_read_bytes_per_s=1e6,
     kv_spared_bytes_per_s=1e7,
     kv_first_write_bytes_per_s=1e4,
@@ -33,16 +34,16 @@ def test_a_decode_step_is_linear_between_the_measured_batches_and_beyond() -> No
 def test_each_phase_is_its_work_over_its_rate(stage_prompts: Callable[..., Any]) -> None:
     plan = make_plan(stage_prompts([[1] * 50, [2] * 50], [20, 20]), prefix_sharing=True)
     demand = simulate_demand(plan, max_sequences=1, step_tokens=1 << 40, read_chunk=16)
-    work = PrefillWork(tokens=30, pairs=prompt_pairs(plan))
+    work = PrefillWork(tokens=30, pairs=prompt_pairs(plan), found=500)
     prediction = predict(demand, prefill=work, rates=RATES, kv_bytes_per_token=20)
-    assert prediction.prefill_s == pytest.approx(0.3 + 2 * (50 * 51 / 2) / 1000)
+    assert prediction.prefill_s == pytest.approx(0.3 + 2 * (50 * 51 / 2) / 1000 + 500 * 20 / 2e5)
     assert prediction.decode_s == pytest.approx(40 * 0.1)
     assert prediction.attention_s == pytest.approx(40 * 60 * 20 / 1e6)
     # The peak of 70 tokens is 1,400 bytes, 400 more than the device holds; memory for 600 is found for the prompts beforehand.
     assert prediction.first_write_s == pytest.approx(400 / 1e4)
     assert prediction.transfer_s == pytest.approx(2 * 400 / 100.0)
-    assert prediction.total_s == pytest.approx(2.85 + 4.0 + 0.048 + 0.04 + 8.0)
-    assert prediction.bottleneck.startswith("moving keys and values between tiers (54%")
+    assert prediction.total_s == pytest.approx(2.9 + 4.0 + 0.048 + 0.04 + 8.0)
+    assert prediction.bottleneck.startswith("moving keys and values between tiers (53%")
 
 
 def test_what_sequences_read_together_is_read_once_and_multiplied_for_each(stage_prompts: Callable[..., Any]) -> None:
@@ -50,7 +51,7 @@ def test_what_sequences_read_together_is_read_once_and_multiplied_for_each(stage
 
     def attention_s(read_chunk: int) -> float:
         demand = simulate_demand(plan, max_sequences=4, step_tokens=1 << 40, read_chunk=read_chunk)
-        work = PrefillWork(tokens=44, pairs=prompt_pairs(plan))
+        work = PrefillWork(tokens=44, pairs=prompt_pairs(plan), found=120)
         return predict(demand, prefill=work, rates=RATES, kv_bytes_per_token=20).attention_s
 
     # 32 of the 40 shared tokens fill chunks; each reads 9 tokens of its prompt and what it generates, 5 tokens on average.

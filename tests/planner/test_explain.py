@@ -14,6 +14,7 @@ from batchllm.planner.cost import Rates, TierSpace
 from batchllm.planner.explain import EngineLimits, ModelFacts, biggest_nodes, explain, token_histogram
 from batchllm.planner.explanation import Explanation, HistogramBar
 from batchllm.planner.plan import make_plan
+from batchllm.planner.rates import Expected
 
 SMOLLM2 = ModelFacts(num_layers=30, num_kv_heads=3, head_dim=64, kv_dtype_bytes=2, context_tokens=8192)
 LIMITS = EngineLimits(max_sequences=64, step_tokens=1024, read_chunk=256)
@@ -23,6 +24,7 @@ RATES = Rates(
     decode_step_s=((1, 0.02), (64, 0.2)),
     kv_read_bytes_per_s=20e9,
     kv_spared_bytes_per_s=1e30,
+    kv_found_bytes_per_s=1e30,
     kv_first_write_bytes_per_s=1e30,
     tiers=(TierSpace(name="device", capacity_bytes=1 << 30, bytes_per_s=20e9),),
 )
@@ -130,8 +132,19 @@ def test_the_expected_share_shortens_what_is_predicted_not_what_is_allowed(stage
     store = stage_prompts([[1, 2, 3]] * 4, [40] * 4)
     plan = make_plan(store, prefix_sharing=True)
     half = explain(
-        plan, store, model=SMOLLM2, limits=LIMITS, rates=RATES, decode_text=lambda tokens: "", expected_share=0.5
+        plan, store, model=SMOLLM2, limits=LIMITS, rates=RATES, decode_text=lambda tokens: "", expected=Expected(0.5)
     )
     assert (half.decode_tokens, half.expected_decode_tokens) == (160, 80)
     assert half.num_steps == pytest.approx(20, abs=1)
     assert "expected         80 tokens" in half.to_text()
+
+
+def test_tokens_that_a_grammar_forces_take_no_steps(stage_prompts: Callable[..., Any]) -> None:
+    store = stage_prompts([[1, 2, 3]] * 4, [40] * 4)
+    plan = make_plan(store, prefix_sharing=True)
+    expected = Expected(generated_share=0.5, sampled_share=0.25)
+    forced = explain(
+        plan, store, model=SMOLLM2, limits=LIMITS, rates=RATES, decode_text=lambda tokens: "", expected=expected
+    )
+    assert forced.expected_decode_tokens == 80
+    assert forced.num_steps == pytest.approx(5, abs=1)

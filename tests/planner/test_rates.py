@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from batchllm.planner.rates import MIN_STEPS, ObservedRates, fit_steps, observed_rates
+from batchllm.planner.rates import MIN_STEPS, Expected, ObservedRates, fit_steps, observed_rates
 
 
 def made_steps(num_steps: int, noise: float = 0.0) -> dict[str, np.ndarray]:
@@ -51,21 +51,22 @@ def test_a_run_that_never_decoded_has_rates_that_are_numbers() -> None:
     steps["seconds"] = steps["num_prefill_rows"] * 0.001
     costs = fit_steps(steps)
     assert costs is not None
-    rates = observed_rates(costs, kv_bytes_per_token=64, most_sequences=1, generated_tokens=0, allowed_tokens=0)
+    rates = observed_rates(costs, kv_bytes_per_token=64, most_sequences=1, expected=Expected())
     assert rates.prefill_tokens_per_s == pytest.approx(1000)
-    assert rates.decode_step_s == ((1, 0.0),) and rates.generated_share == 1.0
+    assert rates.decode_step_s == ((1, 0.0),) and rates.expected == Expected()
     assert ObservedRates.from_json(json.loads(json.dumps(rates.to_json()))) == rates
 
 
 def test_observed_rates_put_a_step_together_again() -> None:
     costs = fit_steps(made_steps(200))
     assert costs is not None
-    rates = observed_rates(
-        costs, kv_bytes_per_token=1024, most_sequences=64, generated_tokens=10, allowed_tokens=20
-    ).with_tiers(())
+    rates = observed_rates(costs, kv_bytes_per_token=1024, most_sequences=64, expected=Expected(0.5, 0.8)).with_tiers(
+        ()
+    )
     assert [number for number, _ in rates.decode_step_s] == [1, 64]
     assert [seconds for _, seconds in rates.decode_step_s] == pytest.approx([0.007, 0.133])
     assert 1024 / rates.kv_read_bytes_per_s == pytest.approx(4e-6)
     assert 1024 / rates.kv_spared_bytes_per_s == pytest.approx(1e-7)
     # These are in the prompt rows' cost already.
+    assert 1e12 / rates.kv_found_bytes_per_s < 1e-2
     assert 1e6 / rates.prefill_pairs_per_s < 1e-6 and 1e12 / rates.kv_first_write_bytes_per_s < 1e-2
