@@ -148,7 +148,7 @@ inline int64_t panel_groups(int64_t group_bytes, int64_t num_blocks) {
 // the same share of the operation before. Fewer rows are one range, and the threads share the weights. A range is cut into parts: rows
 // that stay in the second cache level while weights pass, and weights small enough that a thread that is done can take some of another's.
 struct Shares {
-  static constexpr int kRangeRows = 128;  // fewer rows of its own cost a thread more for all the weights than they save
+  static constexpr int kRangeRows = 160;  // fewer rows of its own cost a thread more for all the weights than they save
   static constexpr int kCounterStride = 8;  // one cache line each
 
   int64_t num_rows, blocks, row_parts, stay, groups, group_parts, part_groups;
