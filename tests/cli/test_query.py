@@ -100,6 +100,19 @@ def test_a_file_that_cannot_be_written_is_an_error_of_one_line(finished_job: Pat
     assert done.returncode == 2 and done.stderr.count("\n") == 1
 
 
+def test_a_statement_that_is_no_text_and_a_standard_input_that_is_closed_are_refused(finished_job: Path) -> None:
+    program = [sys.executable, "-c", "from batchllm.cli.main import main; main()", "query", str(finished_job), *DATE]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+
+    def refused(command: list[str], **given: object) -> bytes:
+        done = subprocess.run(command, capture_output=True, env=environment, timeout=90, **given)  # type: ignore[call-overload]
+        assert done.returncode == 2 and done.stderr.count(b"\n") == 1, done.stderr
+        return bytes(done.stderr)
+
+    assert b"the statement is not Unicode text" in refused(program, input=b"select '\xff'")
+    assert b"standard input is closed" in refused(["sh", "-c", 'exec "$@" <&-', "sh", *program])
+
+
 def test_the_prompt_answers_keeps_history_and_survives_a_mistake(finished_job: Path, tmp_path: Path) -> None:
     controller, terminal = pty.openpty()
     environment = os.environ | {"BATCHLLM_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY), "TERM": "dumb"}

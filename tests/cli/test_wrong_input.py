@@ -41,6 +41,7 @@ def refused(result: Any, *, says: str) -> None:
 @pytest.fixture
 def job(write_job: WriteJob, tmp_path: Path) -> Path:
     (tmp_path / "file").write_text("x")
+    os.mkfifo(tmp_path / "pipe")
     return write_job(tmp_path, [{"text": "one"}, {"text": "two"}])
 
 
@@ -101,7 +102,7 @@ JOB_VALUES: dict[str, str] = {
     'output.schema="a\\0"': "output.schema: must not hold a NUL character",
     "output.schema=none.json": "none.json",
     "output.regex=a{": "output.regex: ",
-    r"output.regex='[^\x00-\x{10FFFF}]'": "output.regex: cannot be kept to: ",
+    r"output.regex='[^\x00-\x{10FFFF}]'": "output.regex: cannot be kept to: no text fits",
     'engine.kv.disk={path: "a\\0"}': "engine.kv.disk.path: must not hold a NUL character",
     "engine": "--set engine: write it as key.key=value",
     "seed=" + "9" * 30: "seed: must be below",
@@ -162,6 +163,10 @@ OWN: list[tuple[list[str], str]] = [
     (["run", "JOB", "--summary", ""], "'--summary': '' must not be empty"),
     (["run", "JOB", "--summary", "file/s.json"], "file/s.json: cannot be written"),
     (["run", "JOB", "--metrics", "."], "'--metrics'"),
+    (["run", "JOB", "--summary", "job.yaml"], "--summary job.yaml is the job file too"),
+    (["run", "JOB", "--summary", "s", "--metrics", "./s"], "--metrics s is --summary too"),
+    (["run", "JOB", "--summary", "pipe"], "'pipe' is a device or a pipe"),
+    (["run", "JOB", "--metrics", "/dev/stdout"], "'/dev/stdout' is a device or a pipe"),
     (["run", "JOB", "--deadline", "noon"], "--deadline noon: write a time"),
     (["run", "JOB", "--max-error-rate", "nan"], "--max-error-rate nan"),
     (["run", "JOB", "--date", "2026-13-01"], "'--date'"),
@@ -177,6 +182,9 @@ OWN: list[tuple[list[str], str]] = [
     (["query", "select 1 as a, 2 as a", "JOB", "--json"], "query: two columns are called 'a'"),
     (["query", "select 1", "JOB", "--output", "file/x"], "file/x: cannot be written"),
     (["query", "select 1", "JOB", "--format", "parquet"], "needs --output"),
+    (["query", "select 1", "JOB", "--output", "job.yaml"], "--output job.yaml is the job file too"),
+    (["report", "JOB", "--output", "pipe"], "'pipe' is a device or a pipe"),
+    (["schedule", "JOB", "--at", "02:30", "--log", "job.yaml"], "--log job.yaml is the job file too"),
     (["schedule", "JOB"], "Missing option '--at'"),
     (["schedule", "JOB", "--at", "25:00"], "--at 25:00"),
     (["schedule", "JOB", "--at", "02:30", "--log", ""], "'--log': '' must not be empty"),
