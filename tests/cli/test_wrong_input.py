@@ -120,6 +120,7 @@ NAMED_BY_THE_JOB: dict[str, str] = {
     "input.path=none.parquet": "none.parquet: there is no such file or folder",
     "input.path=none-*.parquet": "no file matches",
     "input.path=file": "file: cannot be read as Parquet",
+    "input.path=rows.json": "all others as Parquet",
     "input.path=/dev/null": "input.path: /dev/null: ",
     "input.path=open.csv": "open.csv, line 3: a quote is opened and not closed",
     "input={sql: selec}": "input.sql: Parser Error",
@@ -139,6 +140,7 @@ NAMED_BY_THE_JOB: dict[str, str] = {
 @pytest.mark.parametrize("command", READING)
 def test_what_the_job_names_and_cannot_be_read_is_named(commands: Any, tmp_path: Path, job: Path, command: str) -> None:
     (tmp_path / "open.csv").write_text('text,n\nfine,1\n"open,2\nthird,3\n')
+    (tmp_path / "rows.json").write_text('[{"text": "one"}]')
     (tmp_path / "broken.gguf").write_bytes(b"GGUF\x03")
     for override, says in NAMED_BY_THE_JOB.items():
         refused(commands.run(*COMMANDS[command], job, "--set", override, folder=tmp_path), says=says)
