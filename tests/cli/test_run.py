@@ -277,6 +277,17 @@ def test_a_log_that_cannot_be_written_does_not_end_a_run(
         ]
 
 
+def test_memory_that_torch_does_not_get_is_one_line(
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("batchllm.nightly.unattended.run_job", fail)
+    ended = batchllm("run", write_texts_job(["a"]))
+    assert ended.exit_code == 1 and ended.err == "batchllm: this machine's memory does not suffice\n"
+
+
 def test_files_without_a_name_are_wrong_usage(batchllm: Command, write_texts_job: WriteJob) -> None:
     job = write_texts_job(["a"])
     for option in ("--summary", "--metrics"):
