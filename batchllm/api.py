@@ -76,6 +76,7 @@ def run(job: Job, rows: Rows | None = None, *, limit: int | None = None, observe
     full, ModelFetchError where the network is down, RunLockedError where another run is at it. A row that cannot be run raises nothing: it is a row with `error`.
     """
     with tempfile.TemporaryDirectory(prefix="batchllm-rows-") as name:
+        _check_limit(limit)
         job, keeper = _with_places(job, rows, folder=Path(name))
         summary = run_job(job, options=RunOptions(limit=limit), observer=observer)
     return Result(summary=summary, folder=Path(job.output.path), _keeper=keeper)
@@ -88,8 +89,14 @@ def plan(job: Job, rows: Rows | None = None, *, limit: int | None = None) -> Job
     stages `.stages` has a plan for each. Raises as `run` does.
     """
     with tempfile.TemporaryDirectory(prefix="batchllm-rows-") as name:
+        _check_limit(limit)
         job, _ = _with_places(job, rows, folder=Path(name))
         return plan_job(job, limit=limit)
+
+
+def _check_limit(limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise JobError(f"limit: must be at least 1, not {limit}")
 
 
 def _with_places(job: Job, rows: Rows | None, *, folder: Path) -> tuple[Job, _TemporaryFolder | None]:

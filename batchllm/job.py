@@ -305,6 +305,10 @@ def _check_keys(source: JobSource) -> None:
                 near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
                 if ":" in str(key):
                     raise _error(source, (*at, str(key)), "unknown key; YAML wants a space after a colon")
+                if not isinstance(key, str):
+                    # A number, a date or nothing: its place is known by its text.
+                    here = (*at, str(key))
+                    raise JobError(f"{source.origin(here)}: {'.'.join(map(str, here))}: unknown key; it is no text")
                 raise _error(source, (*at, str(key)), f"unknown key; the nearest known key is {near[0]}")
             section = _section_of(known[key].annotation)
             for place, part in enumerate(below) if isinstance(below, list) else [(None, below)]:

@@ -55,13 +55,20 @@ class RunSummary:
     @property
     def exit_code(self) -> int:
         """0: every row completed; 3: some carry errors; 1: none did, or more failed than were allowed; 130: stopped before the end."""
-        if self.too_many_errors is not None:
+        if self.failure is not None:
             return BatchLLMError.exit_code
         if not self.finished:
             return StoppedError.exit_code
-        if self.rows_failed:
-            return 3 if self.rows_completed else 1
-        return 0
+        return 3 if self.rows_failed else 0
+
+    @property
+    def failure(self) -> str | None:
+        """Why the exit code is 1, in one line; None where it is another."""
+        if self.too_many_errors is not None:
+            return self.too_many_errors
+        if self.finished and self.rows_failed and not self.rows_completed:
+            return f"not one of {self.rows_failed:,} rows was completed; `select error from errors` says why to a batchllm query"
+        return None
 
 
 def summary_values(summary: RunSummary) -> dict[str, object]:

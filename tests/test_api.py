@@ -116,6 +116,9 @@ def test_mistakes_are_typed_errors(make_job: MakeJob, tmp_path: Path) -> None:
         run(make_job(input={"path": "x.parquet"}), table)
     with pytest.raises(JobError, match="rows: list is no table"):
         run(make_job(), [1, 2])  # type: ignore[arg-type]
+    for ask in (run, plan):
+        with pytest.raises(JobError, match="limit: must be at least 1, not 0"):
+            ask(make_job(), table, limit=0)
     with pytest.raises(pydantic.ValidationError, match="not a valid template, at its line 1"):
         make_job(prompt={"template": "{{ text"})
     with pytest.raises(InputError, match="nothing.parquet"):

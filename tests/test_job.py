@@ -79,6 +79,7 @@ def test_overrides_replace_and_add_values(tmp_path: Path) -> None:
             "max_token: 32",
             "/job.yaml:10: sampling.max_token: unknown key; the nearest known key is max_tokens",
         ),
+        ("name: sum", "1: sum", "/job.yaml:1: 1: unknown key; it is no text"),
         ("name: sum", "nam: sum", "/job.yaml:1: nam: unknown key; the nearest known key is name"),
         ("max_tokens: 32", "max_tokens: many", '/job.yaml:10: sampling.max_tokens: must be a whole number, not "many"'),
         ("max_tokens: 32", "max_tokens: true", "/job.yaml:10: sampling.max_tokens: must be a whole number, not true"),

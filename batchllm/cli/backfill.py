@@ -73,7 +73,7 @@ def backfill(
             shown.close()
             error = str(result.error) if result.error is not None else None
             if result.summary is not None:
-                error = result.summary.too_many_errors
+                error = result.summary.failure
                 shown.summary(summary_values(result.summary))
             if as_json:
                 values = {"exit_code": result.exit_code} if result.summary is None else summary_values(result.summary)

@@ -45,11 +45,13 @@ def _text(table: pa.Table, table_format: TableFormat) -> str:
 
 def _csv(table: pa.Table) -> str:
     """NULL is an empty field; lists and structs are JSON."""
+    from batchllm.cli.tables import values_of
+
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(table.schema.names)
     for batch in table.to_batches(max_chunksize=10_000):
-        columns = [column.to_pylist() for column in batch.columns]
+        columns = [values_of(column) for column in batch.columns]
         for row in zip(*columns, strict=True):
             writer.writerow(
                 json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, (list, dict)) else value

@@ -58,7 +58,10 @@ def main() -> None:
         code = _refuse(_usage_line(error), exit_code=error.exit_code)
     except BatchLLMError as error:
         code = _refuse(str(error), exit_code=error.exit_code)
-    except MemoryError:
+    except (MemoryError, RuntimeError) as error:
+        # torch has no error of its own for memory on the processor.
+        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+            raise
         code = _refuse("this machine's memory does not suffice", exit_code=BatchLLMError.exit_code)
     except OSError as error:
         # Help, or a file of the system that no command expects to fail.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +43,26 @@ class OutputFile(GivenPath):
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False)
+
+
+class ReplacedFile(OutputFile):
+    """A file that appears as a whole, by a rename: no device, which would be gone."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        if path.absolute().parent in _DEVICES or (path.exists() and not path.is_file()):
+            self.fail(f"'{path}' is a device or a pipe, and a file is wanted", param, ctx)
+        return path
+
+
+_DEVICES = (Path("/dev"), Path("/dev/fd"))
+
+
+def check_apart(files: Mapping[str, Path | None]) -> None:
+    """Raises UsageError where two of the files are one, by what they are called: one would be written over the other."""
+    names: dict[str, str] = {}
+    for name, path in files.items():
+        if path is not None:
+            other = names.setdefault(os.path.realpath(path), name)
+            if other != name:
+                raise click.UsageError(f"{name} {path} is {other} too; give it a file of its own")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import io
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import TextIO, get_args
 
 import click
 
 from batchllm.cli.formats import TableFormat
-from batchllm.cli.paths import GivenPath, OutputFile
+from batchllm.cli.paths import GivenPath, ReplacedFile, check_apart
 from batchllm.cli.saying import one_line, put, say
 
 _PROMPT = "sql> "
@@ -28,7 +29,7 @@ _PROMPT = "sql> "
     help="How rows are written; parquet needs --output.",
 )
 @click.option("--json", "table_format", flag_value="json", help="The same as --format json.")
-@click.option("--output", "output_file", type=OutputFile(), help="Write to this file.")
+@click.option("--output", "output_file", type=ReplacedFile(), help="Write to this file.")
 @click.option("--views", is_flag=True, help="Print the SQL that defines the views, for use without this program.")
 def query(
     arguments: tuple[str, ...],
@@ -49,6 +50,7 @@ def query(
     if table_format == "parquet" and output_file is None and not views:
         raise click.UsageError("--format parquet needs --output FILE")
     job_file = GivenPath().convert(arguments[-1], None, None)
+    check_apart({"the job file": job_file, "--output": output_file})
     job = load_job(job_file, overrides=overrides, date=date.date() if date else None)
     folder = Path(job.output.path)
     if views:
@@ -57,10 +59,19 @@ def query(
         put(";\n".join(view_statements(folder, warn=say)) + ";")
     elif len(arguments) == 2:
         _answer(arguments[0], folder, table_format=table_format, output_file=output_file)
+    elif sys.stdin is None:
+        raise click.UsageError("standard input is closed; give the SQL statement as an argument")
     elif sys.stdin.isatty():
         _ask(folder, table_format=table_format, output_file=output_file)
     else:
-        _answer(sys.stdin.read(), folder, table_format=table_format, output_file=output_file)
+        _answer(_statement(sys.stdin), folder, table_format=table_format, output_file=output_file)
+
+
+def _statement(file: TextIO) -> str:
+    """The whole of the file. What is no text is left for the statement's own check."""
+    if isinstance(file, io.TextIOWrapper):
+        file.reconfigure(errors="surrogateescape")
+    return file.read()
 
 
 def _answer(sql: str, folder: Path, *, table_format: TableFormat, output_file: Path | None) -> None:

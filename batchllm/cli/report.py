@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from batchllm.cli.paths import GivenPath, OutputFile
+from batchllm.cli.paths import GivenPath, ReplacedFile, check_apart
 from batchllm.cli.saying import put, say
 
 
@@ -19,7 +19,7 @@ from batchllm.cli.saying import put, say
 @click.option("--run", "run_id", metavar="RUN_ID", help="An earlier run of this output folder; default the last.")
 @click.option("--text", "as_text", is_flag=True, help="Print the report instead of writing a page.")
 @click.option("--json", "as_json", is_flag=True, help="Print its figures as JSON instead of writing a page.")
-@click.option("--output", "output_file", type=OutputFile(), help="Where the page goes.")
+@click.option("--output", "output_file", type=ReplacedFile(), help="Where the page goes.")
 @click.option("--open", "open_page", is_flag=True, help="Show the page in a browser.")
 def report(
     job_file: Path,
@@ -40,6 +40,7 @@ def report(
 
     if as_text + as_json + (output_file is not None or open_page) > 1:
         raise click.UsageError("--text and --json print; --output and --open are for a page: choose one")
+    check_apart({"the job file": job_file, "--output": output_file})
     job = load_job(job_file, overrides=overrides, date=date.date() if date else None)
     made = build_report(Path(job.output.path), run_id=run_id, warn=say)
     if as_text:

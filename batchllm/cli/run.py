@@ -10,7 +10,7 @@ from typing import Literal
 import click
 
 from batchllm.cli.options import run_options, stop_rules
-from batchllm.cli.paths import GivenPath, OutputFile
+from batchllm.cli.paths import GivenPath, ReplacedFile, check_apart
 from batchllm.cli.saying import put
 
 
@@ -23,11 +23,11 @@ from batchllm.cli.saying import put
     help="The date that the job sees; default today, or that of the run it resumes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON; nothing else.")
-@click.option("--summary", "summary_file", type=OutputFile(), help="Write the summary as JSON here.")
+@click.option("--summary", "summary_file", type=ReplacedFile(), help="Write the summary as JSON here.")
 @click.option(
     "--metrics",
     "metrics_file",
-    type=OutputFile(),
+    type=ReplacedFile(),
     help="Write Prometheus metrics here, for a textfile collector.",
 )
 @click.pass_context
@@ -54,6 +54,7 @@ def run(
     from batchllm.cli.stopping import StopWish
 
     with open_view(log_format, name=job_file.stem, quiet=as_json) as view:
+        check_apart({"the job file": job_file, "--summary": summary_file, "--metrics": metrics_file})
         rules = stop_rules(deadline=deadline, max_error_rate=max_error_rate)
         # Before the imports: they take seconds, and a night's stop may come during them.
         stop = StopWish(deadline=rules.deadline, say=view.warn)
@@ -82,7 +83,7 @@ def run(
         )
         view.close()
         view.summary(summary_values(summary))
-        if summary.too_many_errors is not None:
-            view.error(summary.too_many_errors, exit_code=summary.exit_code)
+        if summary.failure is not None:
+            view.error(summary.failure, exit_code=summary.exit_code)
         put(json.dumps(summary_values(summary)) if as_json else summary_text(summary))
     context.exit(summary.exit_code)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from batchllm.cli.paths import GivenPath, OutputFile
+from batchllm.cli.paths import GivenPath, OutputFile, check_apart
 from batchllm.cli.saying import put, say
 
 
@@ -62,6 +62,8 @@ def schedule(
     for key in ("summary_file", "metrics_file"):
         if values[key] is not None and not values[key].is_absolute():
             raise click.UsageError(f"{values[key]}: write an absolute path; a scheduler starts in another folder")
+    written = {"--log": log, "--summary": values["summary_file"], "--metrics": values["metrics_file"]}
+    check_apart({"the job file": job_file, **written})
     job = load_job(job_file, overrides=values["overrides"])
     scheduled = scheduled_job(job_file, name=job.name, at=at, run_options=run_options, log=log)
     text = cron_entry(scheduled) if kind == "cron" else systemd_units(scheduled)

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pyarrow as pa
 
 _MAX_WIDTH = 80
 
 
+def values_of(column: pa.Array | pa.ChunkedArray) -> list[Any]:
+    """Python's values. Python has no year 10000 and no nanoseconds: a column with such a moment is text, as DuckDB writes it."""
+    try:
+        return column.to_pylist()
+    except (ValueError, OverflowError):
+        import duckdb
+
+        with duckdb.connect() as connection:
+            texts = connection.from_arrow(pa.table({"value": column})).project("CAST(value AS VARCHAR) AS value")
+            return texts.to_arrow_table()["value"].to_pylist()
+
+
 def as_json_rows(table: pa.Table) -> str:
     """A JSON list with one object a row; what JSON has no form for becomes text, and a number that is none becomes null."""
-    rows = table.to_pylist()
+    columns = [values_of(column) for column in table.columns]
+    rows = [dict(zip(table.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
     try:
         return json.dumps(rows, default=str, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -30,7 +44,7 @@ def _finite(value: object) -> object:
 def as_text_table(table: pa.Table) -> str:
     """Columns aligned, numbers to the right, long cells cut; the number of rows below."""
     names = [_cell(name) for name in table.schema.names]
-    cells = [[_cell(value) for value in column.to_pylist()] for column in table.columns]
+    cells = [[_cell(value) for value in values_of(column)] for column in table.columns]
     widths = [max([len(name), *map(len, column)]) for name, column in zip(names, cells, strict=True)]
     numeric = [_is_number(field.type) for field in table.schema]
 

@@ -44,10 +44,15 @@ def check_grammar(grammar: Grammar) -> None:
     """
     matcher = LLMatcher(_byte_tokenizer(), grammar.text, log_level=0)
     mask = matcher.compute_bitmask()
-    if matcher.is_error():
-        raise ValueError(f"cannot be kept to: {_reason(matcher.get_error())}")
-    if not any(mask):
+    reason = _reason(matcher.get_error()) if matcher.is_error() else ""
+    if reason and reason != _NOTHING_FITS:
+        raise ValueError(f"cannot be kept to: {reason}")
+    if reason or not any(mask):
         raise ValueError("cannot be kept to: no text fits")
+
+
+_NOTHING_FITS = "NoExtensionBias"
+"""What the library says of a form that no text has."""
 
 
 @functools.cache

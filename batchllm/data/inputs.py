@@ -150,13 +150,13 @@ def _open_table(job: JobSections, *, spool_folder: Path, name: str) -> tuple[boo
     section = job.input
     if section.sql is not None:
         spool = spool_query(section.sql, folder=job.folder, spool_folder=spool_folder, name=name)
-        return True, open_files([spool], name=name)
+        return True, open_files([spool], name=name, is_spool=True)
     assert section.path is not None
     files = find_files(section.path)
     if not is_text_table(files):
         return False, open_files(files, name=name)
     spool = spool_text_files(files, spool_folder=spool_folder, name=name)
-    return True, open_files([spool], name=name)
+    return True, open_files([spool], name=name, is_spool=True)
 
 
 def _spool_fingerprint(table: ParquetFiles) -> dict[str, object]:

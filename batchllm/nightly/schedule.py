@@ -55,6 +55,8 @@ def scheduled_job(
     for text in (*command, *environment.values(), str(log)):
         if any(ord(character) < 32 for character in text):
             raise JobError(f"schedule: {text!r} holds a control character, which no entry can hold")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise JobError(f"schedule: {text!r} is not Unicode text, and an entry is")
     return ScheduledJob(
         job_file=job_file,
         name=name,

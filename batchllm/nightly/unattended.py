@@ -60,7 +60,7 @@ def run_unattended(
         if failure is not None and text not in failure:
             observer.note(failure)
         raise
-    failure = report(exit_code=summary.exit_code, error=summary.too_many_errors, summary=summary)
+    failure = report(exit_code=summary.exit_code, error=summary.failure, summary=summary)
     if failure is not None:
         raise OutputError(failure)
     return summary

@@ -99,7 +99,8 @@ def simulate(
     """Replays `requests`. `costs`: rates of the machine; without them every tier is taken to pay, and no time is predicted."""
     simulation = _Simulation(requests, sizes=sizes, policy=policy, block_bytes=block_bytes, costs=costs)
     simulation.run()
-    return simulation.result(optimum_hits=best_hits(requests, capacity=sizes.total))
+    fitting = Requests(simulation.fitting, requests.block_tokens, requests.num_blocks)
+    return simulation.result(optimum_hits=best_hits(fitting, capacity=sizes.total))
 
 
 def best_hits(requests: Requests, *, capacity: int) -> int:
@@ -150,6 +151,8 @@ class _Simulation:
     ) -> None:
         self._requests = requests
         self._sizes = sizes
+        self.fitting = [each for each in requests.requests if len(each.blocks) + each.num_private <= sizes.pool]
+        """The requests that are replayed; the others are larger than the pool."""
         self._name: PolicyName = policy
         self._block_bytes = block_bytes
         self._costs = costs
@@ -172,15 +175,11 @@ class _Simulation:
         self._num_private = 0
         self._running: deque[_Running] = deque()
         self._scratch = memoryview(bytearray(BLOCK_BYTES))
-        self._num_refused = self._num_accesses = self._pool_hits = self._computed = 0
+        self._num_accesses = self._pool_hits = self._computed = 0
 
     def run(self) -> None:
-        requests = self._requests
-        uses_of = following_uses(requests.requests, requests.num_blocks)
-        for request, uses in zip(requests.requests, uses_of, strict=True):
-            if len(request.blocks) + request.num_private > self._sizes.pool:
-                self._num_refused += 1
-                continue
+        uses_of = following_uses(self.fitting, self._requests.num_blocks)
+        for request, uses in zip(self.fitting, uses_of, strict=True):
             if len(self._running) == self._sizes.max_sequences:
                 self._finish()
             running = _Running(request.blocks.tolist(), uses.tolist(), request.num_private)
@@ -212,7 +211,7 @@ class _Simulation:
         return Replay(
             policy=self._name,
             num_requests=len(self._requests.requests),
-            num_refused=self._num_refused,
+            num_refused=len(self._requests.requests) - len(self.fitting),
             num_accesses=self._num_accesses,
             pool_hits=self._pool_hits,
             host_hits=store.counters.num_host_hits,

@@ -100,6 +100,31 @@ def test_a_file_that_cannot_be_written_is_an_error_of_one_line(finished_job: Pat
     assert done.returncode == 2 and done.stderr.count("\n") == 1
 
 
+def test_moments_that_python_does_not_have_are_written_as_duckdb_writes_them(finished_job: Path, run_cli: Cli) -> None:
+    sql = (
+        "select date '12000-01-02' as d, timestamp '12000-01-02 03:04:05' as t, 1 as n, [date '12000-01-02'] as l, "
+        "timestamp_ns '2026-11-30 01:02:03.123456789' as ns, null::date as none"
+    )
+    texts = ["12000-01-02", "12000-01-02 03:04:05", "1", "[12000-01-02]", "2026-11-30 01:02:03.123456789"]
+    for form in ("table", "csv", "json"):
+        done = run_cli("query", sql, finished_job, *DATE, "--format", form)
+        assert done.returncode == 0 and all(text in done.stdout for text in texts), done.stderr
+    assert json.loads(done.stdout)[0]["none"] is None
+
+
+def test_a_statement_that_is_no_text_and_a_standard_input_that_is_closed_are_refused(finished_job: Path) -> None:
+    program = [sys.executable, "-c", "from batchllm.cli.main import main; main()", "query", str(finished_job), *DATE]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+
+    def refused(command: list[str], **given: object) -> bytes:
+        done = subprocess.run(command, capture_output=True, env=environment, timeout=90, **given)  # type: ignore[call-overload]
+        assert done.returncode == 2 and done.stderr.count(b"\n") == 1, done.stderr
+        return bytes(done.stderr)
+
+    assert b"the statement is not Unicode text" in refused(program, input=b"select '\xff'")
+    assert b"standard input is closed" in refused(["sh", "-c", 'exec "$@" <&-', "sh", *program])
+
+
 def test_the_prompt_answers_keeps_history_and_survives_a_mistake(finished_job: Path, tmp_path: Path) -> None:
     controller, terminal = pty.openpty()
     environment = os.environ | {"BATCHLLM_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY), "TERM": "dumb"}

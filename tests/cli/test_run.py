@@ -65,6 +65,18 @@ def test_a_deadline_stops_cleanly_and_the_next_run_finishes(
     assert finished.exit_code == 0 and [row[0] for row in rows(tmp_path)] == list(range(40))
 
 
+def test_a_run_of_which_no_row_was_completed_says_so_in_one_line(
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
+) -> None:
+    job = write_texts_job([None, None])
+    ended = batchllm("run", job, "--date", DATE, "--summary", tmp_path / "s.json")
+    line = "not one of 2 rows was completed; `select error from errors` says why to a batchllm query"
+    assert ended.exit_code == 1 and ended.err == f"batchllm: {line}\n"
+    assert json.loads((tmp_path / "s.json").read_text())["error"] == line
+    again = batchllm("backfill", job, "--from", DATE, "--to", DATE)
+    assert again.exit_code == 1 and f"batchllm: {DATE}: {line}\n" in again.err
+
+
 def test_more_failed_rows_than_allowed_end_the_run_with_exit_code_1_and_one_clear_line(
     batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:
@@ -263,6 +275,17 @@ def test_a_log_that_cannot_be_written_does_not_end_a_run(
         assert query("select count(*) as n from completions", tmp_path / f"out/2026-12-0{number + 1}").to_pylist() == [
             {"n": 2}
         ]
+
+
+def test_memory_that_torch_does_not_get_is_one_line(
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("batchllm.nightly.unattended.run_job", fail)
+    ended = batchllm("run", write_texts_job(["a"]))
+    assert ended.exit_code == 1 and ended.err == "batchllm: this machine's memory does not suffice\n"
 
 
 def test_files_without_a_name_are_wrong_usage(batchllm: Command, write_texts_job: WriteJob) -> None:

@@ -41,6 +41,7 @@ def refused(result: Any, *, says: str) -> None:
 @pytest.fixture
 def job(write_job: WriteJob, tmp_path: Path) -> Path:
     (tmp_path / "file").write_text("x")
+    os.mkfifo(tmp_path / "pipe")
     return write_job(tmp_path, [{"text": "one"}, {"text": "two"}])
 
 
@@ -101,7 +102,7 @@ JOB_VALUES: dict[str, str] = {
     'output.schema="a\\0"': "output.schema: must not hold a NUL character",
     "output.schema=none.json": "none.json",
     "output.regex=a{": "output.regex: ",
-    r"output.regex='[^\x00-\x{10FFFF}]'": "output.regex: cannot be kept to: ",
+    r"output.regex='[^\x00-\x{10FFFF}]'": "output.regex: cannot be kept to: no text fits",
     'engine.kv.disk={path: "a\\0"}': "engine.kv.disk.path: must not hold a NUL character",
     "engine": "--set engine: write it as key.key=value",
     "seed=" + "9" * 30: "seed: must be below",
@@ -119,6 +120,7 @@ NAMED_BY_THE_JOB: dict[str, str] = {
     "input.path=none.parquet": "none.parquet: there is no such file or folder",
     "input.path=none-*.parquet": "no file matches",
     "input.path=file": "file: cannot be read as Parquet",
+    "input.path=rows.json": "all others as Parquet",
     "input.path=/dev/null": "input.path: /dev/null: ",
     "input.path=open.csv": "open.csv, line 3: a quote is opened and not closed",
     "input={sql: selec}": "input.sql: Parser Error",
@@ -138,6 +140,7 @@ NAMED_BY_THE_JOB: dict[str, str] = {
 @pytest.mark.parametrize("command", READING)
 def test_what_the_job_names_and_cannot_be_read_is_named(commands: Any, tmp_path: Path, job: Path, command: str) -> None:
     (tmp_path / "open.csv").write_text('text,n\nfine,1\n"open,2\nthird,3\n')
+    (tmp_path / "rows.json").write_text('[{"text": "one"}]')
     (tmp_path / "broken.gguf").write_bytes(b"GGUF\x03")
     for override, says in NAMED_BY_THE_JOB.items():
         refused(commands.run(*COMMANDS[command], job, "--set", override, folder=tmp_path), says=says)
@@ -162,6 +165,10 @@ OWN: list[tuple[list[str], str]] = [
     (["run", "JOB", "--summary", ""], "'--summary': '' must not be empty"),
     (["run", "JOB", "--summary", "file/s.json"], "file/s.json: cannot be written"),
     (["run", "JOB", "--metrics", "."], "'--metrics'"),
+    (["run", "JOB", "--summary", "job.yaml"], "--summary job.yaml is the job file too"),
+    (["run", "JOB", "--summary", "s", "--metrics", "./s"], "--metrics s is --summary too"),
+    (["run", "JOB", "--summary", "pipe"], "'pipe' is a device or a pipe"),
+    (["run", "JOB", "--metrics", "/dev/stdout"], "'/dev/stdout' is a device or a pipe"),
     (["run", "JOB", "--deadline", "noon"], "--deadline noon: write a time"),
     (["run", "JOB", "--max-error-rate", "nan"], "--max-error-rate nan"),
     (["run", "JOB", "--date", "2026-13-01"], "'--date'"),
@@ -177,6 +184,9 @@ OWN: list[tuple[list[str], str]] = [
     (["query", "select 1 as a, 2 as a", "JOB", "--json"], "query: two columns are called 'a'"),
     (["query", "select 1", "JOB", "--output", "file/x"], "file/x: cannot be written"),
     (["query", "select 1", "JOB", "--format", "parquet"], "needs --output"),
+    (["query", "select 1", "JOB", "--output", "job.yaml"], "--output job.yaml is the job file too"),
+    (["report", "JOB", "--output", "pipe"], "'pipe' is a device or a pipe"),
+    (["schedule", "JOB", "--at", "02:30", "--log", "job.yaml"], "--log job.yaml is the job file too"),
     (["schedule", "JOB"], "Missing option '--at'"),
     (["schedule", "JOB", "--at", "25:00"], "--at 25:00"),
     (["schedule", "JOB", "--at", "02:30", "--log", ""], "'--log': '' must not be empty"),

@@ -81,7 +81,7 @@ def test_a_limit_takes_the_first_rows_and_leaves_the_fingerprint(tmp_path: Path)
         ("sql: copy (select 1) to 'x.csv'", "needs one SELECT"),
         ("sql: select 'a' as text where false", "input.sql: the input has no rows"),
         ("sql: select error('stop here') as text", "input.sql: Invalid Input Error: stop here"),
-        ("sql: select 'a' as text, 'b' as text", "has two columns named 'text'"),
+        ("sql: select 'a' as text, 'b' as text", "input.sql: has two columns named 'text'"),
     ],
 )
 def test_a_bad_input_is_one_line(tmp_path: Path, source: str, expected: str) -> None:

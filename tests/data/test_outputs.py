@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from batchllm.data import outputs, parts
 from batchllm.data.kept import KeptRows
+from batchllm.data.lock import RunLock
 from batchllm.data.outputs import OutputFolder, OutputWriter, PartLimits
 from batchllm.data.results import query
 from batchllm.data.schema import completion_schema
@@ -400,3 +401,18 @@ def test_views_are_ordered_and_have_their_columns_with_no_part_at_all(tmp_path: 
         writer.close()
     assert query("select row_index from completions", tmp_path)["row_index"].to_pylist() == [0, 1, 2, 4, 9, 10, 11]
     assert query("select row_index, error from errors", tmp_path).to_pylist() == [{"row_index": 4, "error": "bad"}]
+
+
+def test_a_run_is_noticed_where_its_lock_file_was_removed(tmp_path: Path) -> None:
+    first = RunLock(tmp_path)
+    (tmp_path / ".lock").unlink()
+    with pytest.raises(RunLockedError, match="another run is writing here"):
+        RunLock(tmp_path)
+    first.release()
+    RunLock(tmp_path).release()
+
+
+def test_a_lock_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(FolderError, match=r"\.lock: cannot be locked: it is no file"):
+        RunLock(tmp_path)

