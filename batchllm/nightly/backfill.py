@@ -37,8 +37,8 @@ class DateResult:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next date is run: after a whole run, with error rows or without."""
-        return self.exit_code in (0, _ERROR_ROWS)
+        """Whether the next date is run: after a whole run, whatever its rows came to; not where too many errors ended it."""
+        return self.summary is not None and self.summary.finished and self.summary.too_many_errors is None
 
 
 def load_dates(job_file: Path, *, overrides: Sequence[str], first: datetime.date, last: datetime.date) -> list[Job]:
@@ -77,7 +77,7 @@ def backfill(
 
 
 def worst_exit_code(results: Sequence[DateResult]) -> int:
-    """That of the date which ended the backfill, else 3 if any date has error rows, else 0."""
+    """That of the last date that did not run to its end or completed no row, else 3 if any date has error rows, else 0."""
     codes = [result.exit_code for result in results]
     stopped = [code for code in codes if code not in (0, _ERROR_ROWS)]
     return stopped[-1] if stopped else max(codes, default=0)

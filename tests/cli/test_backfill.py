@@ -55,6 +55,16 @@ def test_error_rows_do_not_stop_a_backfill_and_its_exit_code_is_the_worst(
     assert "batchllm: 2026-11-30: 1 of 2 rows carry an error (50.0%)" in gave_up.err
 
 
+def test_a_date_of_error_rows_alone_does_not_keep_the_next_from_running(
+    batchllm: Command, write_texts_job: WriteJob
+) -> None:
+    job = write_texts_job([None, None])
+    ended = batchllm("backfill", job, "--from", "2026-11-28", "--to", "2026-11-29", "--json")
+    assert ended.exit_code == 1
+    results = [json.loads(line) for line in ended.out.splitlines()]
+    assert [(result["date"], result["rows_failed"]) for result in results] == [("2026-11-28", 2), ("2026-11-29", 2)]
+
+
 def test_a_date_that_cannot_run_ends_the_backfill(batchllm: Command, write_texts_job: WriteJob, tmp_path: Path) -> None:
     job = write_texts_job(["a"])
     (tmp_path / "out/2026-11-29").mkdir(parents=True)
