@@ -22,8 +22,9 @@ from batchllm.engine.roofline import run_roofline
 from batchllm.engine.sizing import size_engine
 from batchllm.engine.tier_report import TierReport
 from batchllm.job import Job
-from batchllm.kernels.native.memory import find_memory
+from batchllm.kernels.native.memory import find_memory, release_free_memory
 from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for
+from batchllm.models.gguf_file import forget_gguf
 from batchllm.models.source import ModelSource
 from batchllm.models.tokenizer import Tokenizer
 from batchllm.planner.plan import Plan, make_plan
@@ -117,8 +118,6 @@ class StageRunner:
         """What the stages reached of what this machine can do; None where they took too few steps to tell."""
         if self._decoder is None:
             return None
-        # Measuring takes memory. A pool is freed with its engine, whose parts know each other: by the collector, not before.
-        gc.collect()
         return run_roofline(
             self._work, decoder=self._decoder, metrics=self.metrics, max_step_tokens=self._max_step_tokens
         )
@@ -131,6 +130,14 @@ class StageRunner:
 
     def run(self, stage: Stage, *, tokenizer: Tokenizer, writer: OutputWriter, should_stop: Callable[[], bool]) -> bool:
         """Renders, plans and runs one stage, the only one of most jobs; False when it was stopped before its end."""
+        try:
+            return self._run(stage, tokenizer=tokenizer, writer=writer, should_stop=should_stop)
+        finally:
+            # A pool is freed with its engine, whose parts know each other: by the collector, not before. What follows (writing the last rows,
+            # the summary, measuring the machine, the next stage's pool) needs memory of its own.
+            gc.collect()
+
+    def _run(self, stage: Stage, *, tokenizer: Tokenizer, writer: OutputWriter, should_stop: Callable[[], bool]) -> bool:
         job, observer, rows = self._job, self._observer, self._rows
         if stage.name is not None:
             observer.note(f"stage {stage.name}")
@@ -217,8 +224,6 @@ class StageRunner:
         """
         began = time.monotonic()
         settings = self._job.engine
-        if self._decoder is not None:
-            gc.collect()  # the pool of the stage before: two do not fit
         shape = self._load.kv_shape
         config = size_engine(
             plan=plan,
@@ -241,6 +246,9 @@ class StageRunner:
         if self._decoder is None:
             self._decoder = self._load.wait()
             self.kernels = self._decoder.kernels.name
+            # Nobody asks for the header again, and what loading made and dropped does not fit what steps need.
+            forget_gguf()
+            release_free_memory()
         self.load_s += time.monotonic() - began
         return Engine(
             decoder=self._decoder,
