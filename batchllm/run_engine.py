@@ -9,6 +9,7 @@ from typing import Any
 
 import llguidance
 import numpy as np
+import pyarrow
 
 from batchllm.data.outputs import OutputWriter
 from batchllm.data.prompts import stage_prompts
@@ -137,7 +138,9 @@ class StageRunner:
             # the summary, measuring the machine, the next stage's pool) needs memory of its own.
             gc.collect()
 
-    def _run(self, stage: Stage, *, tokenizer: Tokenizer, writer: OutputWriter, should_stop: Callable[[], bool]) -> bool:
+    def _run(
+        self, stage: Stage, *, tokenizer: Tokenizer, writer: OutputWriter, should_stop: Callable[[], bool]
+    ) -> bool:
         job, observer, rows = self._job, self._observer, self._rows
         if stage.name is not None:
             observer.note(f"stage {stage.name}")
@@ -180,6 +183,7 @@ class StageRunner:
         if self._tier_use is None:
             block_bytes = self._load.kv_shape.block_bytes(engine.config.block_size)
             self._tier_use = TierUse(block_bytes=block_bytes, started_at=self._started_at)
+        _release_memory()
         tier_use = self._tier_use
         samples = _samples_by_row(store)
         missing = dict(samples)
@@ -246,9 +250,6 @@ class StageRunner:
         if self._decoder is None:
             self._decoder = self._load.wait()
             self.kernels = self._decoder.kernels.name
-            # Nobody asks for the header again, and what loading made and dropped does not fit what steps need.
-            forget_gguf()
-            release_free_memory()
         self.load_s += time.monotonic() - began
         return Engine(
             decoder=self._decoder,
@@ -288,6 +289,13 @@ class StageRunner:
         self._engine_facts = facts
         record = facts.plan_record(explanation, stage=stage.name, first_step=self.metrics.num_steps)
         self._plans.append(record)
+
+
+def _release_memory() -> None:
+    """Gives back what input, tokenizer, load and plan made and dropped: it does not fit what steps need, and stays up to the peak else."""
+    forget_gguf()
+    pyarrow.default_memory_pool().release_unused()
+    release_free_memory()
 
 
 def _samples_by_row(store: PromptStore) -> dict[int, int]:

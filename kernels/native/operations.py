@@ -258,8 +258,10 @@ def packed_rows(packed: NativeLinear, ids: torch.Tensor) -> torch.Tensor:
     if packed.gated or packed.weight.dtype == torch.int8:
         raise ValueError("rows are read from plain weights only")
     words = packed.weight.view(torch.int32).flatten(2)
-    rows = words[ids // 16, :, ids % 16].view(packed.weight.dtype)
-    return rows[:, : packed.in_size].contiguous()
+    rows = empty_rows((ids.numel(), words.shape[1]), torch.int32)
+    # words[ids // 16, :, ids % 16], which takes no memory to write to.
+    torch.ops.aten.index.Tensor_out(words, [ids // 16, None, ids % 16], out=rows)
+    return rows.view(packed.weight.dtype)[:, : packed.in_size].contiguous()
 
 
 def _run_linear(x: torch.Tensor, packed: NativeLinear, out: torch.Tensor, end: int) -> torch.Tensor:

@@ -13,8 +13,9 @@ import torch
 
 from batchllm.kernels.native.memory import advise_huge_pages
 
-_LEAST_BYTES = 1 << 20
+_LEAST_BYTES = 128 << 10
 """Smaller tensors are malloc's: they fit its holes."""
+_GRAIN_BYTES = 1 << 20
 
 _free: list[torch.Tensor] = []
 """Memory without a tensor. Its pieces are as many as tensors ever lived at once."""
@@ -47,7 +48,7 @@ def _take(num_bytes: int) -> torch.Tensor:
     fitting = next((piece for piece in pieces if len(piece) >= num_bytes), None)
     if fitting is None:
         del pieces[-1:]
-        fitting = torch.empty(-(-num_bytes // _LEAST_BYTES) * _LEAST_BYTES, dtype=torch.uint8)
+        fitting = torch.empty(-(-num_bytes // _GRAIN_BYTES) * _GRAIN_BYTES, dtype=torch.uint8)
         advise_huge_pages(fitting)
     _free.extend(piece for piece in pieces if piece is not fitting)
     return fitting
