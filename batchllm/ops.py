@@ -105,6 +105,7 @@ class Kernels:
     schedule_attention: Callable[[AttentionPlan, HeadShape], AttentionPlan]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     pack_linear: PackLinear
+    packed_rows: Callable[[Any, torch.Tensor], torch.Tensor]
     linear: Callable[[torch.Tensor, Any], torch.Tensor]
     linear_logits: Callable[[torch.Tensor, Any], torch.Tensor]
     linear_argmax: Callable[[torch.Tensor, Any], torch.Tensor]
@@ -128,6 +129,7 @@ REFERENCE = Kernels(
     schedule_attention=attention.schedule_attention,
     silu_mul=activation.silu_mul,
     pack_linear=linear.pack_linear,
+    packed_rows=linear.packed_rows,
     linear=linear.linear,
     linear_logits=linear.linear_logits,
     linear_argmax=linear.linear_argmax,
@@ -150,6 +152,7 @@ TRITON = Kernels(
     schedule_attention=attention_triton.schedule_attention_triton,
     silu_mul=activation.silu_mul_triton,
     pack_linear=linear.pack_linear,
+    packed_rows=linear.packed_rows,
     linear=linear.linear_triton,
     linear_logits=linear.linear_logits_triton,
     linear_argmax=linear.linear_argmax_triton,
@@ -179,6 +182,7 @@ def native_kernels() -> Kernels | str:
         schedule_attention=attention.schedule_attention,
         silu_mul=native.silu_mul,
         pack_linear=native.pack_linear,
+        packed_rows=native.packed_rows,
         linear=native.linear,
         linear_logits=native.linear_logits,
         linear_argmax=native.linear_argmax,

@@ -9,6 +9,7 @@ from typing import Any
 
 import llguidance
 import numpy as np
+import pyarrow
 
 from batchllm.data.outputs import OutputWriter
 from batchllm.data.prompts import stage_prompts
@@ -22,8 +23,9 @@ from batchllm.engine.roofline import run_roofline
 from batchllm.engine.sizing import size_engine
 from batchllm.engine.tier_report import TierReport
 from batchllm.job import Job
-from batchllm.kernels.native.memory import find_memory
+from batchllm.kernels.native.memory import find_memory, release_free_memory
 from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for
+from batchllm.models.gguf_file import forget_gguf
 from batchllm.models.source import ModelSource
 from batchllm.models.tokenizer import Tokenizer
 from batchllm.planner.plan import Plan, make_plan
@@ -117,8 +119,6 @@ class StageRunner:
         """What the stages reached of what this machine can do; None where they took too few steps to tell."""
         if self._decoder is None:
             return None
-        # Measuring takes memory. A pool is freed with its engine, whose parts know each other: by the collector, not before.
-        gc.collect()
         return run_roofline(
             self._work, decoder=self._decoder, metrics=self.metrics, max_step_tokens=self._max_step_tokens
         )
@@ -131,6 +131,16 @@ class StageRunner:
 
     def run(self, stage: Stage, *, tokenizer: Tokenizer, writer: OutputWriter, should_stop: Callable[[], bool]) -> bool:
         """Renders, plans and runs one stage, the only one of most jobs; False when it was stopped before its end."""
+        try:
+            return self._run(stage, tokenizer=tokenizer, writer=writer, should_stop=should_stop)
+        finally:
+            # A pool is freed with its engine, whose parts know each other: by the collector, not before. What follows (writing the last rows,
+            # the summary, measuring the machine, the next stage's pool) needs memory of its own.
+            gc.collect()
+
+    def _run(
+        self, stage: Stage, *, tokenizer: Tokenizer, writer: OutputWriter, should_stop: Callable[[], bool]
+    ) -> bool:
         job, observer, rows = self._job, self._observer, self._rows
         if stage.name is not None:
             observer.note(f"stage {stage.name}")
@@ -173,6 +183,7 @@ class StageRunner:
         if self._tier_use is None:
             block_bytes = self._load.kv_shape.block_bytes(engine.config.block_size)
             self._tier_use = TierUse(block_bytes=block_bytes, started_at=self._started_at)
+        _release_memory()
         tier_use = self._tier_use
         samples = _samples_by_row(store)
         missing = dict(samples)
@@ -217,8 +228,6 @@ class StageRunner:
         """
         began = time.monotonic()
         settings = self._job.engine
-        if self._decoder is not None:
-            gc.collect()  # the pool of the stage before: two do not fit
         shape = self._load.kv_shape
         config = size_engine(
             plan=plan,
@@ -280,6 +289,13 @@ class StageRunner:
         self._engine_facts = facts
         record = facts.plan_record(explanation, stage=stage.name, first_step=self.metrics.num_steps)
         self._plans.append(record)
+
+
+def _release_memory() -> None:
+    """Gives back what input, tokenizer, load and plan made and dropped: it does not fit what steps need, and stays up to the peak else."""
+    forget_gguf()
+    pyarrow.default_memory_pool().release_unused()
+    release_free_memory()
 
 
 def _samples_by_row(store: PromptStore) -> dict[int, int]:

@@ -62,6 +62,13 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, int8:
     return PackedLinear(weight=weight.contiguous(), bias=bias, out_size=weight.shape[0], in_size=weight.shape[1])
 
 
+def packed_rows(packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+    """Rows `ids` int64 [n] of a weight that `pack_linear` took, [n, in_size], as they were. Raises ValueError for one that was rounded."""
+    if packed.scale is not None:
+        raise ValueError("rows are read from plain weights only")
+    return packed.weight[ids]
+
+
 def quantise_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, dtype: torch.dtype) -> PackedLinear:
     """The weight rounded to `dtype`, as by `quantise_weight`."""
     rounded, scale = quantise_weight(weight, dtype=dtype)

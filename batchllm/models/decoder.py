@@ -96,8 +96,10 @@ class Decoder:
         self._kv_scale = None
         if self.kv_dtype != dtype:
             self._kv_scale = kv_scales(config, weights).to(device)
-        self._embed = load("embed")
-        self._head = pack("head", "embed" if config.tied_embeddings and not int8_parts else "lm_head")
+        is_shared = config.tied_embeddings and not int8_parts
+        self._head = pack("head", "embed" if is_shared else "lm_head")
+        self._embed = None if is_shared else load("embed")
+        """None: the head's rows are the tokens'."""
         self._final_norm = load("final_norm")
         self._cos_sin = rope_table(config, num_positions=config.max_context, device=device)
         self._layers: list[_Layer] = []
@@ -150,7 +152,7 @@ class Decoder:
         """
         kernels, config, eps = self.kernels, self.config, self.config.rms_eps
         plan = kernels.schedule_attention(plan, self._heads)
-        residual = self._embed[token_ids]
+        residual = kernels.packed_rows(self._head, token_ids) if self._embed is None else self._embed[token_ids]
         last = config.num_layers - 1
         for number, layer in enumerate(self._layers):
             query = kernels.linear_rope_write_kv(

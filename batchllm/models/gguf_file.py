@@ -67,6 +67,11 @@ def read_gguf_once(path: Path) -> GgufFile:
     return _read_state(path, state.st_ino, state.st_size, state.st_mtime_ns)
 
 
+def forget_gguf() -> None:
+    """Gives back what `read_gguf_once` keeps: a vocabulary is some ten megabytes of strings."""
+    _read_state.cache_clear()
+
+
 @functools.lru_cache(maxsize=1)
 def _read_state(path: Path, *_state: int) -> GgufFile:
     return read_gguf(path)

@@ -270,6 +270,21 @@ def test_linear_is_the_product_with_the_bias_added_once(kernels, dtype, assert_n
         assert_near(kernels.linear(x, kernels.pack_linear(weight, used)), truth)
 
 
+@pytest.mark.parametrize(("out_size", "in_size"), [(16, 32), (49, 40), (300, 576)])
+def test_the_rows_of_a_packed_weight_are_those_that_were_packed(kernels, dtype, out_size, in_size):
+    weight = torch.randn(out_size, in_size).to(dtype)
+    ids = torch.tensor([out_size - 1, 0, 7, 7, out_size // 2])
+    rows = kernels.packed_rows(kernels.pack_linear(weight), ids)
+    assert rows.is_contiguous() and torch.equal(rows, weight[ids])
+    assert kernels.packed_rows(kernels.pack_linear(weight), ids[:0]).shape == (0, in_size)
+
+
+def test_rows_of_a_rounded_weight_are_refused(kernels, dtype):
+    packed = kernels.pack_linear(torch.randn(32, 64).to(dtype), int8=True)
+    with pytest.raises(ValueError, match="plain weights only"):
+        kernels.packed_rows(packed, torch.tensor([0]))
+
+
 def test_linear_of_no_rows_is_empty(kernels, dtype):
     packed = kernels.pack_linear(torch.randn(24, 40).to(dtype))
     assert kernels.linear(torch.randn(0, 40).to(dtype), packed).shape == (0, 24)

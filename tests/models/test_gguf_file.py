@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchllm.errors import ModelError
-from batchllm.models.gguf_file import read_gguf, read_gguf_once
+from batchllm.models.gguf_file import forget_gguf, read_gguf, read_gguf_once
 
 
 @pytest.fixture
@@ -106,6 +106,8 @@ def test_a_file_is_parsed_once_until_it_changes(tiny_file: Path) -> None:
     tiny_file.write_bytes(tiny_file.read_bytes() + bytes(32))
     again = read_gguf_once(tiny_file)
     assert again is not first and again.metadata == first.metadata
+    forget_gguf()
+    assert read_gguf_once(tiny_file) is not again
     tiny_file.unlink()
     with pytest.raises(ModelError, match="cannot be read"):
         read_gguf_once(tiny_file)
