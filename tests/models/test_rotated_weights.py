@@ -36,6 +36,7 @@ def test_a_turned_model_computes_what_the_model_does(
     turned = Decoder(config, turned_weights, dtype=torch.float32, device=CPU, kernels=REFERENCE, fingerprint="turned")
     # Tied embeddings are two tensors once they are turned.
     turned._head = REFERENCE.pack_linear(turned_weights.read("lm_head", torch.float32))
+    turned._embed = turned_weights.read("embed", torch.float32)
     prompt = [3, 1, 4, 15, 9, 2, 6]
     logits = []
     for decoder in (plain, turned):
