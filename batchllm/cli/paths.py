@@ -11,6 +11,11 @@ import click
 
 from batchllm.data.places import place_mistake
 
+_MOST_SHOWN = 60
+"""Characters of a wrong path that a message repeats."""
+
+_DEVICES = (Path("/dev"), Path("/dev/fd"))
+
 
 class GivenPath(click.Path):
     """A path to read. An empty one, as of an unset variable in a script, is not the current folder."""
@@ -25,9 +30,6 @@ class GivenPath(click.Path):
             shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
             self.fail(f"{ascii(shown)} {mistake}", param, ctx)
         return super().convert(value, param, ctx)
-
-
-_MOST_SHOWN = 60
 
 
 class GivenFolder(GivenPath):
@@ -53,9 +55,6 @@ class ReplacedFile(OutputFile):
         if path.absolute().parent in _DEVICES or (path.exists() and not path.is_file()):
             self.fail(f"'{path}' is a device or a pipe, and a file is wanted", param, ctx)
         return path
-
-
-_DEVICES = (Path("/dev"), Path("/dev/fd"))
 
 
 def check_apart(files: Mapping[str, Path | None]) -> None:

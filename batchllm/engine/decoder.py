@@ -6,20 +6,14 @@ from typing import Protocol
 
 import torch
 
-from batchllm.engine.pool import KvShape
+from batchllm.engine.pool import KeptHeads, KvShape
 from batchllm.kernels.attention import AttentionPlan
 from batchllm.ops import Kernels
 
 
-class DecoderConfig(Protocol):
+class DecoderConfig(KeptHeads, Protocol):
     """What the engine must know of a model."""
 
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
     @property
