@@ -96,9 +96,9 @@ def attention_plan(shape: AttentionShape, *, table: torch.Tensor, device: torch.
     partials: list[list[int]] = [[] for _ in positions]
     num_partials = 0
 
-    def add_item(first: int, num_rows: int, kv_start: int, kv_stop: int, number: int) -> None:
+    def add_item(first: int, num_rows: int, kv_start: int, kv_stop: int) -> None:
         nonlocal num_partials
-        items.append((first, num_rows, kv_start, kv_stop, number, num_partials))
+        items.append((first, num_rows, kv_start, kv_stop, kv_stop, num_partials))
         chunks = range(kv_start, kv_start + 1 if kv_start == 0 else kv_stop, CHUNK)
         for chunk, chunk_start in enumerate(chunks):
             for row in range(num_rows):
@@ -107,18 +107,18 @@ def attention_plan(shape: AttentionShape, *, table: torch.Tensor, device: torch.
         num_partials += len(chunks) * num_rows
 
     if shape.layout == "shared":
-        add_item(0, len(positions), 0, shape.shared_length, 0)
+        add_item(0, len(positions), 0, shape.shared_length)
     start = 0
-    for number, (kv_length, num_rows) in enumerate(zip(shape.kv_lengths, shape.query_lengths, strict=True)):
+    for kv_length, num_rows in zip(shape.kv_lengths, shape.query_lengths, strict=True):
         cut = {"private": 0, "split": CHUNK, "shared": shape.shared_length}[shape.layout]
         if shape.layout == "split" and kv_length > cut:
-            add_item(start, num_rows, 0, cut, number)
+            add_item(start, num_rows, 0, cut)
         if cut == 0 or (shape.layout == "split" and kv_length <= cut):
-            items.append((start, num_rows, 0, kv_length, number, -1))
+            items.append((start, num_rows, 0, kv_length, kv_length, -1))
         else:
             before = sum(position < cut for position in positions[start : start + num_rows])
             if before < num_rows:
-                add_item(start + before, num_rows - before, cut, kv_length, number)
+                add_item(start + before, num_rows - before, cut, kv_length)
         start += num_rows
 
     merged = [row for row, listed in enumerate(partials) if listed]
@@ -128,6 +128,7 @@ def attention_plan(shape: AttentionShape, *, table: torch.Tensor, device: torch.
     as_int32 = {"dtype": torch.int32, "device": device}
     return AttentionPlan(
         positions=torch.tensor(positions, **as_int32),
+        tables=torch.arange(len(shape.query_lengths)).repeat_interleave(torch.tensor(shape.query_lengths)).to(**as_int32),
         block_table=table.to(**as_int32),
         items=torch.tensor(items, **as_int32).reshape(-1, 6),
         merge_rows=torch.tensor(merged, **as_int32),

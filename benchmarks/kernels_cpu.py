@@ -79,7 +79,8 @@ def make_plan(
     items: list[tuple[int, ...]],
     merges: list[list[int]] | None = None,
 ) -> AttentionPlan:
-    """`merges`: for each row of the step its partials; none where items write their own output."""
+    """`block_table`: one row for each query row, or one for all. `merges`: for each row of the step its partials; none where items write
+    their own output."""
     merges = merges or []
     starts = [0]
     for partials in merges:
@@ -87,6 +88,7 @@ def make_plan(
     flat = [number for partials in merges for number in partials]
     return AttentionPlan(
         positions=int32(positions),
+        tables=torch.arange(len(positions), dtype=torch.int32) % len(block_table),
         block_table=int32(block_table),
         items=int32(items),
         merge_rows=int32(list(range(len(merges)))),
@@ -119,12 +121,14 @@ def measure_decode(kernels: ops.Kernels, *, num_sequences: int, context: int, pa
     positions = torch.full((num_sequences,), context)
     query = torch.randn(num_sequences, NUM_HEADS, HEAD_DIM).bfloat16()
     rows = range(num_sequences)
-    private = make_plan(positions, table, [(row, 1, 0, context + 1, row, -1) for row in rows])
+    private = make_plan(positions, table, [(row, 1, 0, context + 1, context + 1, -1) for row in rows])
+    shared_table = table.clone()
+    shared_table[:, : context // BLOCK_SIZE] = table[0, : context // BLOCK_SIZE]
     shared = make_plan(
         positions,
-        table,
-        [(0, num_sequences, 0, context, 0, 0)]
-        + [(row, 1, context, context + 1, row, num_sequences + row) for row in rows],
+        shared_table,
+        [(0, num_sequences, 0, context, context, 0)]
+        + [(row, 1, context, context + 1, context + 1, num_sequences + row) for row in rows],
         [[row, num_sequences + row] for row in rows],
     )
     buffer = torch.empty(pool.numel() // 2, dtype=torch.float32)
@@ -155,7 +159,7 @@ def measure_prefill(kernels: ops.Kernels, *, length: int, passes: int) -> dict[s
     num_blocks = -(-length // BLOCK_SIZE)
     pool = make_pool(num_blocks)
     query = torch.randn(length, NUM_HEADS, HEAD_DIM).bfloat16()
-    plan = make_plan(torch.arange(length), torch.randperm(num_blocks).reshape(1, -1), [(0, length, 0, length, 0, -1)])
+    plan = make_plan(torch.arange(length), torch.randperm(num_blocks).reshape(1, -1), [(0, length, 0, length, length, -1)])
     size = 2048
     x, weight = torch.randn(size, size).bfloat16(), torch.randn(size, size).bfloat16()
     packed = kernels.pack_linear(weight)
@@ -276,7 +280,8 @@ def measure_step(kernels: ops.Kernels, *, num_sequences: int, context: int, pass
         "slots": table[:, context // BLOCK_SIZE].contiguous() * BLOCK_SIZE + context % BLOCK_SIZE,
         "num_heads": NUM_HEADS,
     }
-    plan = make_plan(rope["positions"], table, [(row, 1, 0, context + 1, row, -1) for row in range(num_sequences)])
+    items = [(row, 1, 0, context + 1, context + 1, -1) for row in range(num_sequences)]
+    plan = make_plan(rope["positions"], table, items)
     layers, vocabulary = make_layers(kernels), kernels.pack_linear(torch.randn(VOCABULARY, HIDDEN).bfloat16())
     cos_sin = torch.randn(context + 1, HEAD_DIM).sin()
     embedded = torch.randn(num_sequences, HIDDEN).bfloat16()

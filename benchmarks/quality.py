@@ -49,8 +49,9 @@ class Reader:
         positions, nothing = torch.arange(first, end, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
         plan = AttentionPlan(
             positions=positions,
+            tables=torch.zeros(len(token_ids), dtype=torch.int32),
             block_table=self._table,
-            items=torch.tensor([[0, len(token_ids), 0, end, 0, -1]], dtype=torch.int32),
+            items=torch.tensor([[0, len(token_ids), 0, end, end, -1]], dtype=torch.int32),
             merge_rows=nothing,
             merge_start=torch.zeros(1, dtype=torch.int32),
             merge_partials=nothing,

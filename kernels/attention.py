@@ -1,7 +1,8 @@
 """Attention over work items, and the merge of their partial results.
 
 A step's query rows, prefill and decode alike, lie flat in `[num_rows, num_heads, head_dim]`. A work item is *these consecutive rows x
-this span of KV positions*, read through one row of the block table, so a prefix that many sequences share is one item and is read once.
+this span of KV positions*. Its rows read the same blocks, so a prefix that many sequences share is one item and is read once. Where
+they share the front of a chunk only, the item forks: behind the front each row goes on alone, through its own row of the block table.
 Row r, at absolute position `positions[r]`, sees the KV positions of the span that are <= positions[r].
 
 Arithmetic. Spans are cut at absolute multiples of `CHUNK` positions. Per chunk c and row, in float32:
@@ -13,7 +14,8 @@ and chunks are folded in ascending position, each time with the same formula, wh
     m = max(m_1, m_2)   w_i = exp(m_i - m)   l = l_1 w_1 + l_2 w_2   a = a_1 w_1 + a_2 w_2        out = a / l
 
 Only an item that starts at position 0 folds its chunks (a left fold needs everything before it); any other item leaves one partial
-(a, m, l) a chunk. So a row's bits do not depend on its neighbours, on sharing, on the batch, or on how a prompt was cut.
+(a, m, l) a chunk. So a row's bits do not depend on its neighbours, on sharing, on the batch, or on how a prompt was cut. An item that forks
+is by its meaning one item a row: a backend reads the front once where that leaves the bits as they are, or treats the rows apart.
 
 Bound: decode by the KV bytes read; prefill by matrix products.
 
@@ -22,6 +24,7 @@ The Triton kernels are in `attention_triton.py`, for length alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -52,9 +55,14 @@ class AttentionPlan:
 
     `positions` [num_rows]: absolute position of each query row.
     `block_table` [num_tables, max_blocks]: block ids by position // block_size; -1 where there is none.
-    `items` [num_items, 6]: row_start, num_rows, kv_start, kv_stop, table, partial.
+    `tables` [num_rows]: the row of `block_table` through which each query row reads.
+    `items` [num_items, 6]: row_start, num_rows, kv_start, kv_stop, shared_stop, partial.
         `kv_start` is a multiple of CHUNK. Every row of the item sees at least position kv_start.
-        Every position below `kv_stop` is written, seen by a row or not; what the block holds behind it is never used, NaN included.
+        The tables of all its rows name the same blocks for the positions from `kv_start` to `shared_stop`.
+        `shared_stop` = `kv_stop`: the rows share all. Every position below is written, seen by a row or not; what the block holds
+        behind it is never used, NaN included.
+        `shared_stop` < `kv_stop`: the item forks. It lies in one chunk and every row sees position shared_stop; from there on a row
+        reads its own blocks, up to its own position or `kv_stop`.
         `partial` -1: the item starts at 0 and holds all that its rows see; it writes the output itself.
         Otherwise row i of the item writes, for its j-th chunk, partial number `partial + j * num_rows + i`; an item that starts
         at 0 folds its chunks and has j = 0 only.
@@ -68,6 +76,7 @@ class AttentionPlan:
     """
 
     positions: torch.Tensor
+    tables: torch.Tensor
     block_table: torch.Tensor
     items: torch.Tensor
     merge_rows: torch.Tensor
@@ -106,12 +115,13 @@ def attention(
     sums = torch.empty(plan.num_partials, num_heads, device=query.device)
     # [kv_heads, rows, group, head_dim]: the heads of one KV head share its keys.
     grouped = query.float().reshape(num_rows, num_kv_heads, group, head_dim).permute(1, 0, 2, 3) * scale
-    for row_start, item_rows, kv_start, kv_stop, table, partial in plan.items.tolist():
+    for row_start, item_rows, kv_start, kv_stop, partial in _items_of_shared_blocks(plan):
         rows = torch.arange(row_start, row_start + item_rows, device=query.device)
+        table = plan.block_table[int(plan.tables[row_start])]
         running: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         for number, chunk_start in enumerate(range(kv_start, kv_stop, CHUNK)):
             chunk_stop = min(chunk_start + CHUNK, kv_stop)
-            keys, values = _gather_chunk(kv, layer, plan.block_table[table], chunk_start, chunk_stop)
+            keys, values = _gather_chunk(kv, layer, table, chunk_start, chunk_stop)
             if kv_scale is not None:
                 keys, values = (side * kv_scale[layer, n, :, None, None] for n, side in enumerate((keys, values)))
             visible = plan.positions[rows] - chunk_start
@@ -129,6 +139,17 @@ def attention(
     if plan.merge_rows.numel():
         merge(accumulators, maxima, sums, plan=plan, out=out)
     return out
+
+
+def _items_of_shared_blocks(plan: AttentionPlan) -> Iterator[tuple[int, int, int, int, int]]:
+    """(row_start, num_rows, kv_start, kv_stop, partial) of each item; of one that forks, a row at a time."""
+    for row_start, num_rows, kv_start, kv_stop, shared_stop, partial in plan.items.tolist():
+        if shared_stop >= kv_stop:
+            yield row_start, num_rows, kv_start, kv_stop, partial
+            continue
+        for row in range(num_rows):
+            row_stop = min(kv_stop, int(plan.positions[row_start + row]) + 1)
+            yield row_start + row, 1, kv_start, row_stop, partial if partial < 0 else partial + row
 
 
 def merge(

@@ -76,9 +76,12 @@ def _schedule_kernel(
         num_rows = tl.load(items + index * 6 + 1, mask=mask, other=0)
         kv_start = tl.load(items + index * 6 + 2, mask=mask, other=0)
         kv_stop = tl.load(items + index * 6 + 3, mask=mask, other=0)
+        shared_stop = tl.load(items + index * 6 + 4, mask=mask, other=0)
         # A fold goes from left to right, so an item that folds is one unit however long it is.
         splits = tl.where(kv_start == 0, 1, tl.cdiv(kv_stop - kv_start, CHUNK))
-        units = tl.cdiv(num_rows * GROUP, TILE_ROWS) * splits * NUM_KV_HEADS
+        tiles = tl.cdiv(num_rows * GROUP, TILE_ROWS)
+        tiles = tl.where(shared_stop < kv_stop, num_rows * tl.cdiv(GROUP, TILE_ROWS), tiles)
+        units = tiles * splits * NUM_KV_HEADS
         units = tl.where((num_rows > 0) & (kv_stop > kv_start), units, 0)
         tl.store(schedule + 2 + index, num_units + tl.cumsum(units, 0) - units, mask=mask)
         num_units += tl.sum(units, 0)
@@ -112,6 +115,7 @@ def _attention_kernel(
     kv: tl.tensor,
     kv_scale: tl.tensor,
     positions: tl.tensor,
+    tables: tl.tensor,
     block_table: tl.tensor,
     items: tl.tensor,
     schedule: tl.tensor,
@@ -154,17 +158,22 @@ def _attention_kernel(
         num_rows = tl.load(item + 1)
         kv_start = tl.load(item + 2)
         kv_stop = tl.load(item + 3)
-        table = block_table + tl.load(item + 4).to(tl.int64) * table_stride
         partial = tl.load(item + 5)
-        # Tiles of one head are neighbours: they run at the same time and share their keys in the cache.
-        num_tiles = tl.cdiv(num_rows * GROUP, TILE_ROWS)
+        # Tiles of one head are neighbours: they run at the same time and share their keys in the cache. So do the rows of
+        # an item that forks, each in tiles of its own.
+        forks = tl.load(item + 4) < kv_stop
+        row_tiles = tl.cdiv(GROUP, TILE_ROWS)
+        num_tiles = tl.where(forks, num_rows * row_tiles, tl.cdiv(num_rows * GROUP, TILE_ROWS))
         tile = local % num_tiles
+        first_row = tl.where(forks, tile // row_tiles, 0)
+        num_columns = tl.where(forks, 1, num_rows) * GROUP
+        table = block_table + tl.load(tables + row_start + first_row).to(tl.int64) * table_stride
         head = (local // num_tiles) % NUM_KV_HEADS
         split = local // (num_tiles * NUM_KV_HEADS)
 
-        flat = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
-        valid = flat < num_rows * GROUP
-        row = flat // GROUP
+        flat = tl.where(forks, tile % row_tiles, tile) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        valid = flat < num_columns
+        row = first_row + flat // GROUP
         query_head = head * GROUP + flat % GROUP
         position = tl.load(positions + row_start + row, mask=valid, other=-1)
         last = tl.minimum(position, kv_stop - 1)
@@ -198,8 +207,8 @@ def _attention_kernel(
 
         for start in range(begin, stop, TILE_KEYS):
             key = start + tl.arange(0, TILE_KEYS)
-            # Slots behind kv_stop may hold anything, NaN too, and a weight of 0 would not remove that from the sum.
-            written = key < kv_stop
+            # Slots that no row sees may hold anything, NaN too, and a weight of 0 would not remove that from the sum.
+            written = key < stop
             block = tl.load(table + key // BLOCK_SIZE, mask=written, other=0)
             slot = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE) * HEAD_DIM
             k = widen(tl.load(keys + slot[:, None] + dims[None, :], mask=written[:, None], other=0.0), q.dtype)
@@ -325,6 +334,7 @@ def attention_triton(
             "kv": as_kernel_operand(kv),
             "kv_scale": kv_scale,
             "positions": plan.positions,
+            "tables": plan.tables,
             "block_table": plan.block_table,
             "items": plan.items,
             "schedule": plan.schedule,

@@ -256,6 +256,7 @@ class Engine:
         arrays = batch.plan
         plan = AttentionPlan(
             positions=self._to_device(arrays.positions),
+            tables=self._to_device(arrays.tables),
             block_table=self._to_device(arrays.block_table),
             items=self._to_device(arrays.items),
             merge_rows=self._to_device(arrays.merge_rows),

@@ -272,13 +272,13 @@ class _Bench:
         number, end = rows.num_sequences, rows.context + rows.num_rows
         pieces = -(-(end - rows.shared) // CHUNK)
         assert rows.shared % CHUNK == 0 and (rows.num_rows == 1 or not rows.shared)
-        items = [[n * rows.num_rows, rows.num_rows, rows.shared, end, n, -1] for n in range(number)]
+        items = [[n * rows.num_rows, rows.num_rows, rows.shared, end, end, -1] for n in range(number)]
         merged: list[int] = []
         if rows.shared:
             for n, item in enumerate(items):
                 item[5] = number + n * pieces
                 merged += [n, *range(item[5], item[5] + pieces)]
-            items.insert(0, [0, number, 0, rows.shared, 0, 0])
+            items.insert(0, [0, number, 0, rows.shared, rows.shared, 0])
         num_merged = number if rows.shared else 0
 
         def tensor(values: Sequence[object] | np.ndarray) -> torch.Tensor:
@@ -286,6 +286,7 @@ class _Bench:
 
         return AttentionPlan(
             positions=tensor(_offsets(rows)),
+            tables=tensor(np.repeat(np.arange(number), rows.num_rows)),
             block_table=tensor(self._table(rows)),
             items=tensor(items),
             merge_rows=tensor(range(num_merged)),

@@ -10,6 +10,10 @@ from batchllm.engine.scheduled import ScheduledStep
 from batchllm.engine.scheduler import Scheduler
 
 
+FRONT_STEPS = 8
+"""Neighbours read the front of a chunk together in eighths of it: 32 positions, which the kernels sum in one step."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvReads:
     """Tokens whose keys and values are read, what several rows read together once, and the reads that this spares."""
@@ -23,6 +27,7 @@ class PlanArrays:
     """The arrays of `batchllm.kernels.attention.AttentionPlan`, which see; all int32."""
 
     positions: np.ndarray
+    tables: np.ndarray
     block_table: np.ndarray
     items: np.ndarray
     merge_rows: np.ndarray
@@ -33,8 +38,14 @@ class PlanArrays:
     def reads_of(self, num_rows: int) -> KvReads:
         """What the first `num_rows` rows read, whole items."""
         items = self.items[self.items[:, 0] < num_rows].astype(np.int64)
-        spans = items[:, 3] - items[:, 2]
-        return KvReads(num_read=int(spans.sum()), num_spared=int((spans * (items[:, 1] - 1)).sum()))
+        shared = items[:, 4] - items[:, 2]
+        # Behind the front of an item that forks each row reads alone.
+        forks = items[items[:, 4] < items[:, 3]]
+        rows, fork = _rows_of(forks)
+        alone = np.minimum(forks[fork, 3], self.positions[rows] + 1) - forks[fork, 4]
+        return KvReads(
+            num_read=int(shared.sum() + alone.sum()), num_spared=int((shared * (items[:, 1] - 1)).sum())
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +106,16 @@ def _plan_attention(
     num_decode: int,
     chunk: int,
 ) -> PlanArrays:
-    """Shared spans of neighbouring decoding sequences as one item each, and one item for what each sequence reads alone."""
+    """Shared spans of neighbouring decoding sequences as one item each, and one item for what each sequence reads alone.
+
+    Neighbours that share the front of a chunk have one item for the chunk, which forks.
+    """
     table = scheduler.table
     stops = starts + counts
     width = int(table.num_blocks[slots].max()) if slots.size else 1
     block_table = np.ascontiguousarray(table.block_table[slots, :width])
-    shared = _shared_chunks(scheduler, block_table[:num_decode], slots[:num_decode], starts[:num_decode], chunk)
+    common = _common_tokens(scheduler, block_table[:num_decode], slots[:num_decode], starts[:num_decode])
+    shared = common // chunk
     # What a sequence shares with a neighbour on either side it does not read alone.
     own_start = np.zeros(slots.size, dtype=np.int64)
     if num_decode > 1:
@@ -108,24 +123,28 @@ def _plan_attention(
         own_start[1:num_decode] = np.maximum(own_start[1:num_decode], shared)
     own_start *= chunk
     groups = _shared_items(shared, chunk)
-    if groups.size:
+    forks = _forking_items(common, starts=starts[:num_decode], stops=stops[:num_decode], own_start=own_start, chunk=chunk)
+    own_start[_rows_of(forks)[0]] += chunk
+    for items in (groups, forks):
         # From sequences to their rows.
-        groups[:, 1] = first_rows[groups[:, 0] + groups[:, 1]] - first_rows[groups[:, 0]]
-        groups[:, 0] = first_rows[groups[:, 0]]
-    alone = np.stack(
-        [first_rows[:-1], counts, own_start, stops, np.arange(slots.size), np.full(slots.size, -1)], axis=1
-    )
-    items = np.concatenate([groups, alone]) if groups.size else alone
+        items[:, 1] = first_rows[items[:, 0] + items[:, 1]] - first_rows[items[:, 0]]
+        items[:, 0] = first_rows[items[:, 0]]
+    own = np.flatnonzero(stops > own_start)
+    alone = np.stack([first_rows[own], counts[own], own_start[own], stops[own], stops[own], np.full(own.size, -1)], axis=1)
+    items = np.concatenate([groups, forks, alone])
     folded = items[:, 2] == 0
     pieces = np.where(folded, 1, -(-(items[:, 3] - items[:, 2]) // chunk))
-    # What a sequence reads alone from position 0 on is its whole output; anything else leaves partials.
-    whole = folded & (np.arange(len(items)) >= len(groups))
+    # What its rows read from position 0 on is their whole output if nothing comes behind it; anything else leaves partials.
+    whole = folded.copy()
+    whole[: len(groups)] = False
+    whole[len(groups) : len(groups) + len(forks)] &= forks[:, 3] < chunk
     partial_counts = np.where(whole, 0, pieces * items[:, 1])
     partial_starts = np.concatenate([[0], np.cumsum(partial_counts)])
     items[:, 5] = np.where(partial_counts > 0, partial_starts[:-1], -1)
     merge_rows, merge_start, merge_partials = _merge_lists(items, partial_counts, positions, chunk)
     return PlanArrays(
         positions=positions.astype(np.int32),
+        tables=np.repeat(np.arange(slots.size, dtype=np.int32), counts),
         block_table=block_table,
         items=items.astype(np.int32),
         merge_rows=merge_rows,
@@ -135,19 +154,18 @@ def _plan_attention(
     )
 
 
-def _shared_chunks(
-    scheduler: Scheduler, block_table: np.ndarray, slots: np.ndarray, starts: np.ndarray, chunk: int
+def _common_tokens(
+    scheduler: Scheduler, block_table: np.ndarray, slots: np.ndarray, starts: np.ndarray
 ) -> np.ndarray:
-    """For each decoding sequence but the last: the whole leading chunks that it shares with the next, by equal block ids."""
+    """For each decoding sequence but the last: the leading tokens that it shares with the next, by equal block ids."""
     if slots.size < 2:
         return np.zeros(0, dtype=np.int64)
     same = block_table[1:] == block_table[:-1]
     common = np.where(same.all(axis=1), same.shape[1], same.argmin(axis=1))
     num_blocks = scheduler.table.num_blocks[slots]
     common = np.minimum(common, np.minimum(num_blocks[1:], num_blocks[:-1]))
-    # The chunk that holds a row's own position stays its own, so that every row reads something alone.
-    limit = np.minimum(starts[1:], starts[:-1]) // chunk
-    return np.minimum(common * scheduler.config.block_size // chunk, limit)
+    # A row's own position stays its own, so that every row reads something alone.
+    return np.minimum(common * scheduler.config.block_size, np.minimum(starts[1:], starts[:-1]))
 
 
 def _shared_items(shared: np.ndarray, chunk: int) -> np.ndarray:
@@ -168,7 +186,7 @@ def _shared_items(shared: np.ndarray, chunk: int) -> np.ndarray:
                 last - first + 1,
                 np.full(first.size, level * chunk),
                 np.full(first.size, (level + 1) * chunk),
-                first,
+                np.full(first.size, (level + 1) * chunk),
                 np.full(first.size, -1),
             ],
             axis=1,
@@ -181,11 +199,51 @@ def _shared_items(shared: np.ndarray, chunk: int) -> np.ndarray:
         where = np.minimum(where, len(folded) - 1)
         extends = (folded[where, 0] == first) & (folded[where, 1] == last - first + 1)
         extends &= folded[where, 3] == level * chunk
-        folded[where[extends], 3] += chunk
+        folded[where[extends], 3:5] += chunk
         items.append(level_items[~extends])
     if folded is None:
         return np.zeros((0, 6), dtype=np.int64)
     return np.concatenate([folded, *items])
+
+
+def _forking_items(
+    common: np.ndarray, *, starts: np.ndarray, stops: np.ndarray, own_start: np.ndarray, chunk: int
+) -> np.ndarray:
+    """Items [n, 6], over sequences in place of rows, for the chunk that neighbours first read alone, where they share its front.
+
+    `common` int64: tokens that each sequence but the last shares with the next; `own_start`: where each begins to read alone.
+    """
+    if starts.size < 2:
+        return np.zeros((0, 6), dtype=np.int64)
+    own_start = own_start[: starts.size]
+    step = max(1, chunk // FRONT_STEPS)
+    fronts = np.where(own_start[1:] == own_start[:-1], np.maximum(common - own_start[1:], 0) // step * step, 0)
+    # A sequence of several rows reads its rest again for each of them. That must not be more than it is spared, and be all in this chunk
+    # or behind it.
+    ends = np.minimum(stops - own_start, chunk)
+    again = stops - starts - 1
+    for side in (slice(None, -1), slice(1, None)):
+        straddles = (starts[side] - own_start[side] < chunk) & (chunk < stops[side] - own_start[side])
+        fronts[straddles | (again[side] * (ends[side] - fronts) > fronts)] = 0
+    # Those that share far more with each other than with the next are a group of their own.
+    edge = np.zeros(1, dtype=np.int64)
+    nearby = np.maximum(np.concatenate([edge, fronts[:-1]]), np.concatenate([fronts[1:], edge]))
+    edges = np.diff(np.concatenate([edge, ((fronts > 0) & (2 * fronts > nearby)).astype(np.int64), edge]))
+    first, last = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    if first.size == 0:
+        return np.zeros((0, 6), dtype=np.int64)
+    # [first, last] are the sequences of a group, [first, last) its pairs.
+    pairs, sequences = (np.stack([first, last + extra], axis=1).ravel() for extra in (0, 1))
+    front = np.minimum.reduceat(np.append(fronts, 0), pairs)[::2]
+    stop = np.minimum(np.maximum.reduceat(np.append(stops, 0), sequences)[::2], own_start[first] + chunk)
+    start = own_start[first]
+    return np.stack([first, last - first + 1, start, stop, start + front, np.full(first.size, -1)], axis=1)
+
+
+def _rows_of(items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of all `items`, and for each the place of its item."""
+    place = np.repeat(np.arange(len(items)), items[:, 1])
+    return items[place, 0] + np.arange(place.size) - np.repeat(np.cumsum(items[:, 1]) - items[:, 1], items[:, 1]), place
 
 
 def _merge_lists(

@@ -4,9 +4,10 @@
 //   using Number                                       the type of query, keys, values and output
 //   static size_t scratch_bytes(head_dim)
 //   Engine(call, scratch)
-//   void start_unit(num_columns)                       what follows is for that many columns
+//   static bool forks(call)                            whether it takes units with a front, whose rows go on alone behind it
+//   void start_unit(unit)                              what follows is for its columns
 //   void pack_query(tile, pointers, num_columns)       the tile's columns: head_dim numbers at each pointer
-//   void pack_chunk(chunk, num_tiles, ahead)           the chunk's keys and values, for that many tiles of columns
+//   void pack_chunk(chunk, ahead)                      the chunk's keys and values
 //   void multiply(tile, visible, num_columns, result, ahead)
 //                                                      one chunk of one or two tiles: column c sees its first visible[c] positions
 //
@@ -24,7 +25,6 @@ namespace batchllm {
 namespace BATCHLLM_PATH {
 
 inline constexpr float kLog2E = 1.44269504f;
-inline constexpr int kPairColumns = 2 * kTileColumns;  // two tiles that are multiplied together: each key is loaded once for both
 
 constexpr int round_up(int a, int b) { return (a + b - 1) / b * b; }
 
@@ -38,28 +38,39 @@ struct Partials {
 // Where up to kChunk positions of one KV head lie: rows of head_dim numbers.
 template <class T>
 struct Chunk {
-  int count = 0;
-  int64_t to_values = 0;  // from a position's key to its value, in numbers
-  const T* keys[kChunk];
+  int count;
+  int64_t to_values;  // from a position's key to its value, in numbers
+  const T* const* keys;
 
   const T* value(int i) const { return keys[i] + to_values; }
+};
+
+// What a unit reads of one chunk: `together` by all its columns, and in a unit with a front what each row goes on to read alone.
+template <class T>
+struct UnitChunk {
+  Chunk<T> together;
+  int num_apart, num_positions;
+  Chunk<T> apart[kPairColumns];
+  const T* keys[kChunk + kPairColumns * (kChunk - kStep)];  // of `num_positions`, one chunk behind the other
 };
 
 // The chunk that is read next. Blocks lie anywhere, so the processor cannot guess it: its lines are asked for a few at a time, all
 // through the work on this one, since a burst of them would hold up everything behind it.
 template <class T>
 struct Ahead {
-  const Chunk<T>* chunk;
+  const UnitChunk<T>* chunk;
   int row_bytes, at = 0;
 
   BATCHLLM_INLINE void ask(int num_rows) {
-    const int stop = at + num_rows < chunk->count ? at + num_rows : chunk->count;
+    const int stop = at + num_rows < chunk->num_positions ? at + num_rows : chunk->num_positions;
     for (; at < stop; ++at)
       for (int b = 0; b < row_bytes; b += 64) {
         __builtin_prefetch(reinterpret_cast<const char*>(chunk->keys[at]) + b, 0, 2);
-        __builtin_prefetch(reinterpret_cast<const char*>(chunk->value(at)) + b, 0, 2);
+        __builtin_prefetch(reinterpret_cast<const char*>(chunk->keys[at] + chunk->together.to_values) + b, 0, 2);
       }
   }
+
+  BATCHLLM_INLINE void ask_rest() { ask(chunk->num_positions); }
 };
 
 BATCHLLM_INLINE void copy_partial(const Partials& to, int64_t i, const Partials& from, int64_t j, int width) {
@@ -92,27 +103,43 @@ BATCHLLM_INLINE void write_output(T* out, const float* a, float l, int head_dim)
   for (int d = 0; d < head_dim; d += 16) store_some(out + d, load(a + d) * factor, head_dim - d);
 }
 
-// The part of the unit's span that starts at `start`; empty behind its end.
+// Positions [start, stop) as query row `row` reads them; their pointers are written to `keys`.
 template <class T>
-void find_chunk(const AttentionCall& call, const AttentionUnit& unit, int start, Chunk<T>* chunk) {
-  const int32_t* table = call.block_table + int64_t(unit.item->table) * call.max_blocks;
+Chunk<T> find_positions(const AttentionCall& call, int kv_head, int row, int start, int stop, const T** keys) {
+  const int32_t* table = call.block_table + int64_t(call.tables[row]) * call.max_blocks;
   const int64_t head_size = int64_t(call.block_size) * call.head_dim;
-  const T* head = static_cast<const T*>(call.kv) + unit.kv_head * head_size;
-  chunk->to_values = call.num_kv_heads * head_size;
-  chunk->count = unit.kv_stop <= start ? 0 : unit.kv_stop - start < kChunk ? unit.kv_stop - start : kChunk;
+  const T* head = static_cast<const T*>(call.kv) + kv_head * head_size;
+  const int count = stop > start ? stop - start : 0;
   int i = 0;
-  while (i < chunk->count) {
+  while (i < count) {
     const int block = (start + i) / call.block_size, first = (start + i) % call.block_size;
     const T* base = head + table[block] * call.block_stride + int64_t(first) * call.head_dim;
-    const int stop = i + call.block_size - first < chunk->count ? i + call.block_size - first : chunk->count;
-    for (; i < stop; ++i, base += call.head_dim) chunk->keys[i] = base;
+    const int end = i + call.block_size - first < count ? i + call.block_size - first : count;
+    for (; i < end; ++i, base += call.head_dim) keys[i] = base;
+  }
+  return {count, call.num_kv_heads * head_size, keys};
+}
+
+// The part of the unit's span that starts at `start`; empty behind its end.
+template <class T>
+void find_chunk(const AttentionCall& call, const AttentionUnit& unit, int start, UnitChunk<T>* chunk) {
+  const int group = call.num_heads / call.num_kv_heads, row = unit.item->row_start + unit.column_start / group;
+  const int length = unit.front > 0 ? unit.front : kChunk;
+  chunk->together = find_positions<T>(call, unit.kv_head, row, start, start + length < unit.kv_stop ? start + length : unit.kv_stop, chunk->keys);
+  chunk->num_positions = chunk->together.count;
+  chunk->num_apart = unit.front > 0 ? unit.num_columns / group : 0;
+  for (int r = 0; r < chunk->num_apart; ++r) {
+    const int last = call.positions[row + r] + 1;
+    const T** keys = chunk->keys + chunk->num_positions;
+    chunk->apart[r] = find_positions<T>(call, unit.kv_head, row + r, start + unit.front, last < unit.kv_stop ? last : unit.kv_stop, keys);
+    chunk->num_positions += chunk->apart[r].count;
   }
 }
 
 // `chunk` is the first one of `unit` on entry and that of `next_unit` on return; `next_unit` is null where there is no next one.
 template <class Engine, class T>
 void run_unit(const AttentionCall& call, const AttentionUnit& unit, const AttentionUnit* next_unit, const Partials& partials, Engine& engine,
-              float* state, Chunk<T>*& chunk, Chunk<T>*& next_chunk) {
+              float* state, UnitChunk<T>*& chunk, UnitChunk<T>*& next_chunk) {
   const WorkItem& item = *unit.item;
   const int head_dim = call.head_dim, width = round_up(head_dim, 16), group = call.num_heads / call.num_kv_heads;
   const int num_tiles = (unit.num_columns + kTileColumns - 1) / kTileColumns;
@@ -123,7 +150,7 @@ void run_unit(const AttentionCall& call, const AttentionUnit& unit, const Attent
   int64_t column_head[kUnitColumns];  // row * num_heads + head
   int32_t column_position[kUnitColumns];
   const T* pointers[kTileColumns];
-  engine.start_unit(unit.num_columns);
+  engine.start_unit(unit);
   for (int t = 0; t < num_tiles; ++t) {
     const int first = t * kTileColumns, count = unit.num_columns - first < kTileColumns ? unit.num_columns - first : kTileColumns;
     for (int c = 0; c < count; ++c) {
@@ -137,15 +164,15 @@ void run_unit(const AttentionCall& call, const AttentionUnit& unit, const Attent
 
   const bool folds = item.kv_start == 0;
   for (int start = item.kv_start; start < unit.kv_stop; start += kChunk) {
-    next_chunk->count = 0;
+    next_chunk->num_positions = 0;
     if (start + kChunk < unit.kv_stop) {
       find_chunk(call, unit, start + kChunk, next_chunk);
     } else if (next_unit != nullptr) {
       find_chunk(call, *next_unit, next_unit->item->kv_start, next_chunk);
     }
     Ahead<T> ahead = {next_chunk, head_dim * int(sizeof(T))};
-    const int count = chunk->count;
-    engine.pack_chunk(*chunk, num_tiles, ahead);
+    const int count = unit.kv_stop - start < kChunk ? unit.kv_stop - start : kChunk;
+    engine.pack_chunk(*chunk, ahead);
     for (int first = 0; first < unit.num_columns; first += kPairColumns) {
       const int columns = unit.num_columns - first < kPairColumns ? unit.num_columns - first : kPairColumns;
       int32_t visible[kPairColumns] = {};
@@ -176,7 +203,7 @@ void run_unit(const AttentionCall& call, const AttentionUnit& unit, const Attent
         copy_partial(partials, number * call.num_heads + head, chunk_partial, c, width);
       }
     }
-    ahead.ask(kChunk);
+    ahead.ask_rest();
     std::swap(chunk, next_chunk);
   }
   if (!folds) return;
@@ -235,15 +262,15 @@ void run_attention(const AttentionCall& call) {
   const Partials partials = {memory, memory + num_parts * width, memory + num_parts * (width + 1) + 16};
   clear_rows_without_item<T>(call);
   int64_t num_units = 0;
-  const AttentionUnit* units = attention_units(call, &num_units);
+  const AttentionUnit* units = attention_units(call, Engine::forks(call), &num_units);
   const size_t state_floats = (kUnitColumns + kPairColumns) * (width + 2);
   int64_t num_taken = 0;  // units that threads have taken, each one before it needs it
 #pragma omp parallel if (num_units + call.num_merge_rows > 1)
   {
     float* state = static_cast<float*>(scratch(kScratchThread, sizeof(float) * state_floats + Engine::scratch_bytes(call.head_dim)));
     Engine engine(call, reinterpret_cast<char*>(state + state_floats));
-    Chunk<T> chunks[2];
-    Chunk<T>*chunk = &chunks[0], *next_chunk = &chunks[1];
+    UnitChunk<T> chunks[2];
+    UnitChunk<T>*chunk = &chunks[0], *next_chunk = &chunks[1];
     int64_t taken = __atomic_fetch_add(&num_taken, 1, __ATOMIC_RELAXED);
     if (taken < num_units) find_chunk(call, units[taken], units[taken].item->kv_start, chunk);
     while (taken < num_units) {

@@ -14,7 +14,7 @@ class TileEngine {
   static size_t scratch_bytes(int head_dim) {
     const int depth = round_up(head_dim, 32), width = round_up(head_dim, 16);
     return sizeof(bf16) * (size_t(kUnitColumns) * depth + size_t(kChunk) * (depth + width) + kPairColumns * kWeightStride) +
-           sizeof(float) * (kPairColumns * kScoreStride + 16 * kChunk + 4 * 256);
+           sizeof(float) * ((kPairColumns + kNarrow) * kScoreStride + kPairColumns * kChunk + 4 * 256);
   }
 
   TileEngine(const AttentionCall& call, char* memory)
@@ -28,29 +28,33 @@ class TileEngine {
     values_ = keys_ + size_t(kChunk) * depth_tiles_ * 32;
     weights_ = values_ + size_t(kChunk) * width_tiles_ * 16;
     scores_ = reinterpret_cast<float*>(weights_ + kPairColumns * kWeightStride);
-    turned_ = scores_ + kPairColumns * kScoreStride;
-    sums_ = turned_ + 16 * kChunk;
+    turned_ = scores_ + (kPairColumns + kNarrow) * kScoreStride;
+    sums_ = turned_ + kPairColumns * kChunk;
   }
 
   // One tile of columns reads each key once, so keys are not worth packing for it: they are the A operand as they lie, and the columns
-  // B. The sums are the same either way. Few columns make narrow tiles, which are cheap to turn.
-  void start_unit(int num_columns) {
-    direct_ = num_columns <= kTileColumns && head_dim_ % 32 == 0;
-    const int stride = direct_ && num_columns <= kNarrow ? kNarrow : 16;
-    if (stride != columns_) {
-      columns_ = stride;
-      amx::TileConfig config;
-      if (columns_ == kNarrow) {
-        config.row_bytes[0] = config.row_bytes[2] = 4 * kNarrow;
-        for (int tile = 3; tile < 8; ++tile) config.rows[tile] = kNarrow;
-      }
-      tiles_.configure(config);
-    }
+  // B. The sums are the same either way.
+  void start_unit(const AttentionUnit& unit) {
+    forked_ = unit.front > 0;
+    direct_ = !forked_ && unit.num_columns <= kTileColumns && head_dim_ % 32 == 0;
+    configure(direct_ && unit.num_columns <= kNarrow ? kNarrow : 16);
   }
 
-  // A operand: [depth tiles, 16 columns, 32]; direct: B operand [depth tiles, 16 pairs of the head, columns, 2].
+  static bool forks(const AttentionCall& call) { return call.head_dim % 32 == 0 && call.num_heads / call.num_kv_heads <= kTileColumns; }
+
+  // A operand: [depth tiles, 16 columns, 32]; direct: B operand [depth tiles, 16 pairs of the head, columns, 2]; forked: the same of both
+  // tiles and some columns more, so that a tile can begin at any of them.
   void pack_query(int tile, const bf16* const* pointers, int num_columns) {
     for (int k = 0; k < depth_tiles_; ++k) {
+      if (forked_) {
+        auto* to = reinterpret_cast<uint32_t*>(fork_query(k, kTileColumns * tile));
+        for (int c = 0; c < num_columns; ++c) {
+          uint32_t pairs[16];
+          std::memcpy(pairs, pointers[c] + 32 * k, 64);
+          for (int i = 0; i < 16; ++i) to[i * kForkColumns + c] = pairs[i];
+        }
+        continue;
+      }
       if (!direct_) {
         for (int c = 0; c < 16; ++c)
           _mm512_storeu_si512(query_tile(tile, k) + 32 * c, c < num_columns ? load_row(pointers[c], 32 * k) : _mm512_setzero_si512());
@@ -65,10 +69,11 @@ class TileEngine {
     }
   }
 
-  void pack_chunk(const Chunk<bf16>& chunk, int, Ahead<bf16>& ahead) {
-    chunk_ = &chunk;
-    if (direct_) return;
-    for (int start = 0; start < chunk.count; start += 32) {
+  void pack_chunk(const UnitChunk<bf16>& chunk, Ahead<bf16>& ahead) {
+    unit_chunk_ = &chunk;
+    chunk_ = &chunk.together;
+    if (direct_ || forked_) return;
+    for (int start = 0; start < chunk_->count; start += 32) {
       pack_keys(start, start / 16), pack_keys(start + 16, start / 16 + 1);
       pack_values(start, start / 32);
       ahead.ask(kAskPacking);
@@ -79,6 +84,7 @@ class TileEngine {
     int seen = 0;
     for (int c = 0; c < num_columns; ++c) seen = visible[c] > seen ? visible[c] : seen;
     const int steps = (seen + 31) / 32;  // of 32 positions
+    if (forked_) return multiply_forked(steps, visible, num_columns, result, ahead);
     amx::barrier();
     if (direct_) {
       score_direct(steps, num_columns, ahead);
@@ -90,30 +96,19 @@ class TileEngine {
       if (s < steps) score<2>(tile, 2 * s);
     }
     amx::barrier();
-    find_maxima(visible, num_columns, result.m);
-    int c = 0;
-    for (; c + 2 <= num_columns; c += 2) softmax<2>(c, visible + c, steps, result.m + c, result.l + c, ahead);
-    if (c < num_columns) softmax<1>(c, visible + c, steps, result.m + c, result.l + c, ahead);
+    softmax(visible, num_columns, steps, result, ahead);
     if (direct_) {
       for (int first = 0; first < head_dim_; first += 64) weigh_direct(steps, first, num_columns, result.a, ahead);
-      return;
+    } else {
+      weigh_packed(steps, num_columns, result.a);
     }
-    int w = 0;
-    amx::barrier();
-    if (num_columns > kTileColumns)
-      for (; w + 2 <= width_tiles_; w += 2) weigh_pair(steps, w, result.a);
-    for (; w + 4 <= width_tiles_; w += 4) weigh<4>(steps, w, result.a);
-    if (width_tiles_ - w == 3) weigh<3>(steps, w, result.a);
-    if (width_tiles_ - w == 2) weigh<2>(steps, w, result.a);
-    if (width_tiles_ - w == 1) weigh<1>(steps, w, result.a);
-    if (width_tiles_ - w == 1 && num_columns > kTileColumns) weigh<1>(steps, w, result.a, kTileColumns);
-    amx::barrier();
   }
 
  private:
   // Rows asked for at a time.
-  static constexpr int kAskPacking = 16;
+  static constexpr int kAskPacking = 16, kAskForked = 8;
   static constexpr int kNarrow = 4;
+  static constexpr int kForkColumns = kPairColumns + kTileColumns;
   // Registers of the direct products: 0 scores, 1 keys or values, 2 query columns, 3 weights, 4 to 7 sums.
   // Strides off the powers of two, so that the rows of a tile do not fall on the same cache sets.
   static constexpr int kScoreStride = kChunk + 16;
@@ -126,6 +121,19 @@ class TileEngine {
     return _mm512_maskz_loadu_epi16((1u << count) - 1, row + first);
   }
 
+  // Few columns make narrow tiles, which are cheap to turn.
+  void configure(int columns) {
+    if (columns == columns_) return;
+    columns_ = columns;
+    amx::TileConfig config;
+    if (columns == kNarrow) {
+      config.row_bytes[0] = config.row_bytes[2] = 4 * kNarrow;
+      for (int tile = 3; tile < 8; ++tile) config.rows[tile] = kNarrow;
+    }
+    tiles_.configure(config);
+  }
+
+  bf16* fork_query(int k, int column) const { return query_ + 2 * (size_t(k) * 16 * kForkColumns + column); }
   bf16* query_tile(int tile, int k) const { return query_ + size_t(tile * depth_tiles_ + k) * 512; }
   bf16* key_tile(int positions, int k) const { return keys_ + size_t(positions * depth_tiles_ + k) * 512; }
   bf16* value_tile(int positions, int w) const { return values_ + size_t(positions * width_tiles_ + w) * 512; }
@@ -247,12 +255,9 @@ class TileEngine {
       float* to = scores_ + 16 * p;
       if (columns_ == kNarrow) {
         turn_narrow(from, to);
-        continue;
+      } else {
+        turn_wide(from, to, num_columns);
       }
-      __m512i r[16];
-      for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(from + 16 * i);
-      amx::transpose(r);
-      for (int c = 0; c < num_columns; ++c) _mm512_storeu_si512(to + c * kScoreStride, r[c]);
     }
   }
 
@@ -268,6 +273,134 @@ class TileEngine {
     const __m512 early_last = _mm512_permutex2var_ps(r[0], last_two, r[1]), late_last = _mm512_permutex2var_ps(r[2], last_two, r[3]);
     _mm512_storeu_ps(to + 2 * kScoreStride, _mm512_shuffle_f32x4(early_last, late_last, 0x44));
     _mm512_storeu_ps(to + 3 * kScoreStride, _mm512_shuffle_f32x4(early_last, late_last, 0xee));
+  }
+
+  // [16 positions, 16 columns] to rows of positions.
+  static void turn_wide(const float* from, float* to, int num_columns) {
+    __m512i r[16];
+    for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(from + 16 * i);
+    amx::transpose(r);
+    for (int c = 0; c < num_columns; ++c) _mm512_storeu_si512(to + c * kScoreStride, r[c]);
+  }
+
+  // A unit with a front: what its rows share is multiplied for all columns at once, what each goes on to read for its own. Each column's
+  // scores lie in a row as ever, and its sums run on from the front's, so they are those of the row alone.
+  void multiply_forked(int steps, const int32_t* visible, int num_columns, const Partials& result, Ahead<bf16>& ahead) {
+    const int num_rows = unit_chunk_->num_apart, group = num_columns / num_rows, front = unit_chunk_->together.count;
+    configure(group <= kNarrow ? kNarrow : 16);
+    for (int row = 0; row < num_rows; ++row) score_apart(row, group, front, ahead);
+    configure(16);
+    chunk_ = &unit_chunk_->together;
+    score_front(num_columns, ahead);
+    softmax(visible, num_columns, steps, result, ahead);
+    for (int start = 0; start < front; start += kStep) {
+      pack_values(start, start / kStep);
+      ahead.ask(kAskPacking);
+    }
+    weigh_packed(front / kStep, num_columns, result.a);
+    configure(group <= kNarrow ? kNarrow : 16);
+    for (int row = 0; row < num_rows; ++row) weigh_apart(row, group, front, result.a, ahead);
+  }
+
+  // Scores of what one row reads alone, behind those of the front. Narrow tiles write a column too many, which the next row puts right.
+  void score_apart(int row, int group, int front, Ahead<bf16>& ahead) {
+    chunk_ = &unit_chunk_->apart[row];
+    const int num_tiles = (chunk_->count + 15) / 16;
+    amx::barrier();
+    for (int p = 0; p < num_tiles; ++p) {
+      const bf16* rows = key_rows(16 * p);
+      _tile_zero(0);
+      for (int k = 0; k < depth_tiles_; ++k) {
+        _tile_loadd(2, fork_query(k, group * row), 4 * kForkColumns);
+        _tile_loadd(1, rows + 32 * k, 2 * head_dim_);
+        _tile_dpbf16ps(0, 1, 2);
+      }
+      _tile_stored(0, turned_ + 16 * columns_ * p, 4 * columns_);
+      amx::barrier();
+      ahead.ask(kAskForked);
+    }
+    float* to = scores_ + group * row * kScoreStride + front;
+    for (int p = 0; p < num_tiles; ++p) {
+      if (columns_ == kNarrow) {
+        turn_narrow(turned_ + 16 * kNarrow * p, to + 16 * p);
+      } else {
+        turn_wide(turned_ + 256 * p, to + 16 * p, group);
+      }
+    }
+  }
+
+  // Scores of the front for one or two tiles of columns.
+  void score_front(int num_columns, Ahead<bf16>& ahead) const {
+    const int num_tiles = chunk_->count / 16;
+    const bool both = num_columns > kTileColumns;
+    float* second = turned_ + kTileColumns * kChunk;
+    amx::barrier();
+    for (int p = 0; p < num_tiles; ++p) {
+      const bf16* rows = key_rows(16 * p);
+      _tile_zero(0);
+      _tile_zero(3);
+      for (int k = 0; k < depth_tiles_; ++k) {
+        _tile_loadd(1, rows + 32 * k, 2 * head_dim_);
+        _tile_loadd(2, fork_query(k, 0), 4 * kForkColumns);
+        _tile_dpbf16ps(0, 1, 2);
+        if (!both) continue;
+        _tile_loadd(4, fork_query(k, kTileColumns), 4 * kForkColumns);
+        _tile_dpbf16ps(3, 1, 4);
+      }
+      _tile_stored(0, turned_ + 256 * p, 64);
+      if (both) _tile_stored(3, second + 256 * p, 64);
+      amx::barrier();
+      ahead.ask(kAskForked);
+    }
+    for (int p = 0; p < num_tiles; ++p) {
+      turn_wide(turned_ + 256 * p, scores_ + 16 * p, both ? kTileColumns : num_columns);
+      if (both) turn_wide(second + 256 * p, scores_ + kTileColumns * kScoreStride + 16 * p, num_columns - kTileColumns);
+    }
+  }
+
+  // The sums of a row's columns over the front, and on over what the row reads alone.
+  void weigh_apart(int row, int group, int front, float* a, Ahead<bf16>& ahead) {
+    chunk_ = &unit_chunk_->apart[row];
+    const int width = width_tiles_ * 16, steps = (chunk_->count + kStep - 1) / kStep;
+    const bf16* weights = weights_ + group * row * kWeightStride + front;
+    a += group * row * width;
+    for (int s = 0; s < steps; ++s) {
+      pack_values(kStep * s, s);
+      ahead.ask(kAskForked);
+    }
+    for (int w = 0; w < width_tiles_; w += 4) {
+      const bool both = width_tiles_ - w > 2;
+      amx::barrier();
+      _tile_loadd(4, a + 16 * w, 4 * width);
+      _tile_loadd(5, a + 16 * w + 16, 4 * width);
+      if (both) {
+        _tile_loadd(6, a + 16 * w + 32, 4 * width);
+        _tile_loadd(7, a + 16 * w + 48, 4 * width);
+      }
+      for (int s = 0; s < steps; ++s) {
+        _tile_loadd(3, weights + kStep * s, kWeightStride * 2);
+        _tile_loadd(1, value_tile(s, w), 64);
+        _tile_dpbf16ps(4, 3, 1);
+        _tile_loadd(1, value_tile(s, w + 1), 64);
+        _tile_dpbf16ps(5, 3, 1);
+        if (!both) continue;
+        _tile_loadd(1, value_tile(s, w + 2), 64);
+        _tile_dpbf16ps(6, 3, 1);
+        _tile_loadd(1, value_tile(s, w + 3), 64);
+        _tile_dpbf16ps(7, 3, 1);
+      }
+      _tile_stored(4, sums_, 64);
+      _tile_stored(5, sums_ + 256, 64);
+      if (both) {
+        _tile_stored(6, sums_ + 512, 64);
+        _tile_stored(7, sums_ + 768, 64);
+      }
+      amx::barrier();
+      // A tile has rows of other columns as well, whose sums these are not.
+      for (int c = 0; c < group; ++c)
+        for (int i = 0; i < (both ? 4 : 2); ++i)
+          _mm512_storeu_ps(a + c * width + 16 * (w + i), _mm512_load_ps(sums_ + 256 * i + 16 * c));
+    }
   }
 
   // 2^t to 1e-4, which is finer than the weights' eight bits.
@@ -299,6 +432,14 @@ class TileEngine {
     }
   }
 
+  // Maxima, weights and sums of all columns.
+  void softmax(const int32_t* visible, int num_columns, int steps, const Partials& result, Ahead<bf16>& ahead) const {
+    find_maxima(visible, num_columns, result.m);
+    int c = 0;
+    for (; c + 2 <= num_columns; c += 2) softmax<2>(c, visible + c, steps, result.m + c, result.l + c, ahead);
+    if (c < num_columns) softmax<1>(c, visible + c, steps, result.m + c, result.l + c, ahead);
+  }
+
   // Weights of N columns from `column` on, which take turns: one alone would wait for its own results.
   template <int N>
   void softmax(int column, const int32_t* visible, int steps, const float* m, float* l, Ahead<bf16>& ahead) const {
@@ -323,6 +464,20 @@ class TileEngine {
       ahead.ask(N);
     }
     for (int n = 0; n < N; ++n) l[n] = _mm512_reduce_add_ps(_mm512_add_ps(even_sum[n], odd_sum[n]));
+  }
+
+  // Sums over the packed values of `steps` steps.
+  void weigh_packed(int steps, int num_columns, float* a) const {
+    int w = 0;
+    amx::barrier();
+    if (num_columns > kTileColumns)
+      for (; w + 2 <= width_tiles_; w += 2) weigh_pair(steps, w, a);
+    for (; w + 4 <= width_tiles_; w += 4) weigh<4>(steps, w, a);
+    if (width_tiles_ - w == 3) weigh<3>(steps, w, a);
+    if (width_tiles_ - w == 2) weigh<2>(steps, w, a);
+    if (width_tiles_ - w == 1) weigh<1>(steps, w, a);
+    if (width_tiles_ - w == 1 && num_columns > kTileColumns) weigh<1>(steps, w, a, kTileColumns);
+    amx::barrier();
   }
 
   // N tiles of the head for the columns from `column` on.
@@ -460,13 +615,15 @@ class TileEngine {
   bool direct_ = false;
   int columns_ = 16;  // of a tile
   float scale_;
-  const Chunk<bf16>* chunk_ = nullptr;
+  bool forked_ = false;
+  const UnitChunk<bf16>* unit_chunk_ = nullptr;
+  const Chunk<bf16>* chunk_ = nullptr;  // that is being multiplied
   bf16* query_;
   bf16* keys_;
   bf16* values_;
   bf16* weights_;  // [kPairColumns, kWeightStride]
-  float* scores_;  // [kPairColumns, kScoreStride]
-  float* turned_;  // direct: [kChunk, columns_]
+  float* scores_;  // [kPairColumns + kNarrow, kScoreStride]
+  float* turned_;  // direct: [kChunk, columns_]; forked: [2 tiles, kChunk, 16]
   float* sums_;    // direct: [4 tiles, 16, 16]
 };
 

@@ -9,35 +9,60 @@
 
 namespace batchllm {
 
-AttentionUnit* attention_units(const AttentionCall& call, int64_t* num_units) {
-  const int group = call.num_heads / call.num_kv_heads;
+namespace {
+
+// Calls take(item, column_start, num_columns, front) for each share of the items' columns, at most `width` of them.
+template <class Take>
+void cut_items(const AttentionCall& call, bool forks, int32_t width, Take take) {
+  const int32_t group = call.num_heads / call.num_kv_heads;
   const auto* items = reinterpret_cast<const WorkItem*>(call.items);
-  auto units_of = [&](int32_t columns) {
+  for (int64_t i = 0; i < call.num_items; ++i) {
+    const WorkItem& item = items[i];
+    int32_t front = 0, rows = item.num_rows;  // rows: of a share of the item, before columns are counted
+    if (item.shared_stop < item.kv_stop) {
+      front = (item.shared_stop - item.kv_start) / kStep * kStep;
+      const int32_t most = forks && front > 0 ? kPairColumns / group : 1;
+      const int32_t shares = (item.num_rows + most - 1) / most;
+      rows = (item.num_rows + shares - 1) / shares;
+      if (rows < 2) front = 0;
+    }
+    for (int32_t row = 0; row < item.num_rows; row += rows) {
+      const int32_t stop = std::min(row + rows, item.num_rows) * group;
+      for (int32_t column = row * group; column < stop; column += width) take(item, column, std::min(width, stop - column), front);
+    }
+  }
+}
+
+// About what a chunk's columns take: packing it costs about as much as two tiles of them.
+int64_t chunk_cost(int32_t num_columns, int32_t num_positions) {
+  return int64_t((num_columns + kTileColumns - 1) / kTileColumns + 2) * std::max(0, num_positions);
+}
+
+}  // namespace
+
+AttentionUnit* attention_units(const AttentionCall& call, bool forks, int64_t* num_units) {
+  const int32_t group = call.num_heads / call.num_kv_heads;
+  auto units_of = [&](int32_t width) {
     int64_t total = 0;
-    for (int64_t i = 0; i < call.num_items; ++i)
-      total += (int64_t(items[i].num_rows) * group + columns - 1) / columns * call.num_kv_heads;
+    cut_items(call, forks, width, [&](const WorkItem&, int32_t, int32_t, int32_t) { total += call.num_kv_heads; });
     return total;
   };
   // Wide units pack a chunk for more columns, narrow ones are shared out more evenly.
   const int32_t width = units_of(kUnitColumns) < 16 * num_threads() ? kUnitColumns / 2 : kUnitColumns;
-  const int64_t total = units_of(width);
-  auto* units = static_cast<AttentionUnit*>(scratch(kScratchUnits, sizeof(AttentionUnit) * total));
+  auto* units = static_cast<AttentionUnit*>(scratch(kScratchUnits, sizeof(AttentionUnit) * units_of(width)));
   AttentionUnit* next = units;
-  for (int64_t i = 0; i < call.num_items; ++i) {
-    const WorkItem& item = items[i];
-    const int32_t num_columns = item.num_rows * group;
-    for (int32_t column = 0; column < num_columns; column += width) {
-      const int32_t count = std::min(width, num_columns - column);
-      int32_t last = -1;
-      for (int32_t row = column / group; row <= (column + count - 1) / group; ++row)
-        last = std::max(last, call.positions[item.row_start + row]);
-      const int32_t kv_stop = std::min(item.kv_stop, last + 1);
-      // Packing a chunk costs about as much as two tiles of columns.
-      const int64_t tiles = (count + kTileColumns - 1) / kTileColumns + 2;
-      for (int32_t head = 0; head < call.num_kv_heads; ++head)
-        *next++ = {&item, head, column, count, kv_stop, tiles * std::max(0, kv_stop - item.kv_start)};
+  cut_items(call, forks, width, [&](const WorkItem& item, int32_t column, int32_t count, int32_t front) {
+    int32_t last = -1;
+    int64_t cost = 0;
+    for (int32_t row = column / group; row <= (column + count - 1) / group; ++row) {
+      const int32_t position = call.positions[item.row_start + row];
+      last = std::max(last, position);
+      if (front > 0) cost += chunk_cost(group, std::min(item.kv_stop, position + 1) - item.kv_start - front);
     }
-  }
+    const int32_t kv_stop = std::min(item.kv_stop, last + 1);
+    cost += chunk_cost(count, front > 0 ? front : kv_stop - item.kv_start);
+    for (int32_t head = 0; head < call.num_kv_heads; ++head) *next++ = {&item, head, column, count, kv_stop, front, cost};
+  });
   *num_units = next - units;
   std::stable_sort(units, next, [](const AttentionUnit& a, const AttentionUnit& b) { return a.cost > b.cost; });
   return units;

@@ -44,7 +44,9 @@ class VectorEngine {
     scores_ = values_ + size_t(kChunk) * width_;
   }
 
-  void start_unit(int) {}
+  static bool forks(const AttentionCall&) { return false; }
+
+  void start_unit(const AttentionUnit&) {}
 
   void pack_query(int tile, const T* const* pointers, int num_columns) {
     for (int c = 0; c < num_columns; ++c) {
@@ -53,7 +55,8 @@ class VectorEngine {
     }
   }
 
-  void pack_chunk(const Chunk<T>& chunk, int, Ahead<T>& ahead) {
+  void pack_chunk(const UnitChunk<T>& unit_chunk, Ahead<T>& ahead) {
+    const Chunk<T>& chunk = unit_chunk.together;
     const int count = chunk.count;
     count_ = round_up(count, 16);
     float rows[16][16];

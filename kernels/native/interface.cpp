@@ -108,12 +108,12 @@ EXPORT int batchllm_num_threads() { return num_threads(); }
 
 EXPORT void batchllm_attention(const void* query, void* out, const void* kv, int64_t block_stride, int64_t num_rows, int32_t data_type,
                                int32_t num_heads, int32_t num_kv_heads, int32_t head_dim, int32_t block_size, const int32_t* positions,
-                               const int32_t* block_table, int64_t max_blocks, const int32_t* items, int64_t num_items,
-                               const int32_t* merge_rows, const int32_t* merge_start, const int32_t* merge_partials,
+                               const int32_t* tables, const int32_t* block_table, int64_t max_blocks, const int32_t* items,
+                               int64_t num_items, const int32_t* merge_rows, const int32_t* merge_start, const int32_t* merge_partials,
                                int64_t num_merge_rows, int64_t num_partials, float scale) {
   table().attention({query, out, kv, block_stride, num_rows, data_type, num_heads, num_kv_heads, head_dim, block_size, positions,
-                     block_table, max_blocks, items, num_items, merge_rows, merge_start, merge_partials, num_merge_rows, num_partials,
-                     scale});
+                     tables, block_table, max_blocks, items, num_items, merge_rows, merge_start, merge_partials, num_merge_rows,
+                     num_partials, scale});
 }
 
 EXPORT void batchllm_rms_norm(const void* x, const void* weight, void* residual, void* out, int64_t num_rows, int64_t size, float eps,

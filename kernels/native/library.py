@@ -35,7 +35,8 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "attention": (
         (c_void_p, c_void_p, c_void_p, c_int64, c_int64)
         + (c_int32,) * 5
-        + (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
+        + (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64)
+        + (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
         None,
     ),
     "rms_norm": ((c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int32), None),

@@ -14,7 +14,9 @@ using bf16 = uint16_t;
 enum DataType : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
 
 inline constexpr int kChunk = 256;          // positions at which spans are cut, kernels/attention.py CHUNK
+inline constexpr int kStep = 32;            // attention: positions that are summed in one step
 inline constexpr int kTileColumns = 16;     // attention: (row, head) pairs of one tile
+inline constexpr int kPairColumns = 2 * kTileColumns;  // attention: two tiles that are multiplied together, each key loaded once for both
 inline constexpr int kUnitColumns = 256;    // attention: pairs that read one packed chunk
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kBlockRows = 32;       // linear: rows of one block
@@ -28,6 +30,7 @@ struct AttentionCall {
   int64_t num_rows;
   int32_t data_type, num_heads, num_kv_heads, head_dim, block_size;
   const int32_t* positions;
+  const int32_t* tables;
   const int32_t* block_table;
   int64_t max_blocks;
   const int32_t* items;
@@ -41,18 +44,20 @@ struct AttentionCall {
 };
 
 struct WorkItem {
-  int32_t row_start, num_rows, kv_start, kv_stop, table, partial;
+  int32_t row_start, num_rows, kv_start, kv_stop, shared_stop, partial;
 };
 
 // What one thread runs without interruption: some (row, head) columns of one item under one KV head, over all chunks of the item.
 struct AttentionUnit {
   const WorkItem* item;
   int32_t kv_head, column_start, num_columns, kv_stop;  // kv_stop: behind the last position that one of the rows sees
+  int32_t front;  // positions of its one chunk, a multiple of kStep, behind which each row reads alone; 0: its rows read the same blocks
   int64_t cost;
 };
 
-// Longest first. The units lie in the calling thread's scratch.
-AttentionUnit* attention_units(const AttentionCall& call, int64_t* num_units);
+// Longest first. The units lie in the calling thread's scratch. `forks`: whether there may be units with a front; without, each row of an
+// item whose rows go on alone is a unit of its own.
+AttentionUnit* attention_units(const AttentionCall& call, bool forks, int64_t* num_units);
 
 enum LinearEnd : int32_t { kStore = 0, kAdd = 1, kSiluMul = 2, kRopeWriteKv = 3, kArgmax = 4, kStoreFloat = 5 };
 

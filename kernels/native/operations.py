@@ -108,6 +108,7 @@ def attention(
         head_dim,
         kv.shape[4],
         plan.positions.data_ptr(),
+        plan.tables.data_ptr(),
         plan.block_table.data_ptr(),
         plan.block_table.shape[1],
         plan.items.data_ptr(),

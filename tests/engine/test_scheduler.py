@@ -167,7 +167,7 @@ class SymbolicMachine:
         if mover is not None:
             mover.slots, mover.block_size = self.slots, config.block_size
         self.computed_rows = 0
-        self.num_drafted = 0
+        self.num_drafted = self.num_forks = 0
         if draft_seed is not None:
             self.scheduler.drafter = SymbolicDrafter(self.scheduler.table, draft_seed)
         self.outputs: dict[int, list[int]] = {}
@@ -244,13 +244,17 @@ class SymbolicMachine:
         plan, size, chunk = batch.plan, self.scheduler.config.block_size, self.chunk
         spans: dict[int, list[tuple[int, int]]] = {row: [] for row in range(batch.token_ids.size)}
         merged: dict[int, dict[int, tuple[int, int]]] = {row: {} for row in spans}
-        for row_start, num_rows, kv_start, kv_stop, table_row, partial in plan.items.tolist():
-            assert kv_start % chunk == 0 and kv_start < kv_stop
+        for row_start, num_rows, kv_start, kv_stop, shared_stop, partial in plan.items.tolist():
+            assert kv_start % chunk == 0 and kv_start < shared_stop <= kv_stop
+            assert shared_stop == kv_stop or kv_stop <= kv_start + chunk
+            self.num_forks += shared_stop < kv_stop
             for row in range(row_start, row_start + num_rows):
                 stop = min(kv_stop, int(plan.positions[row]) + 1)
                 tokens = self.scheduler.table.tokens[row_slots[row]]
+                assert shared_stop == kv_stop or stop > shared_stop
                 for position in range(kv_start, stop):
-                    slot = int(plan.block_table[table_row, position // size]) * size + position % size
+                    reader = row_start if position < shared_stop else row
+                    slot = int(plan.block_table[plan.tables[reader], position // size]) * size + position % size
                     assert self.slots.get(slot) == tuple(tokens[: position + 1].tolist())
                 if partial < 0:
                     spans[row].append((kv_start, stop))
@@ -350,7 +354,7 @@ def test_every_row_reads_its_own_prefix_and_finishes_whatever_the_limits(
         sequences=data.draw(st.integers(1, 5)),
         blocks=largest + data.draw(st.integers(0, 10)),
         sharing=data.draw(st.booleans()),
-        chunk=data.draw(st.sampled_from([2, 4])),
+        chunk=data.draw(st.sampled_from([2, 4, 16])),
         keep_order=data.draw(st.booleans()),
         mover=SymbolicMover(data.draw(st.integers(0, 1000))) if data.draw(st.booleans()) else None,
         persist=data.draw(st.booleans()),

@@ -108,7 +108,7 @@ class Span:
 class AttentionCase:
     """Sequences in a poisoned pool: only written slots hold numbers, and blocks lie in random order.
 
-    The first `shared` tokens of all sequences are the same blocks; a whole number of blocks and of chunks, or 0.
+    The first `shared` tokens of all sequences are the same blocks; a whole number of blocks, or 0.
     """
 
     query: torch.Tensor
@@ -123,21 +123,52 @@ class AttentionCase:
         parts = [torch.arange(span.kv_length - span.num_rows, span.kv_length) for span in self.spans]
         return torch.cat(parts).int()
 
+    def tables(self) -> torch.Tensor:
+        return torch.arange(len(self.spans)).repeat_interleave(torch.tensor([s.num_rows for s in self.spans])).int()
+
     def private_plan(self) -> AttentionPlan:
         """One item a sequence, from position 0 to its end."""
         items, row = [], 0
-        for table, span in enumerate(self.spans):
-            items.append((row, span.num_rows, 0, span.kv_length, table, -1))
+        for span in self.spans:
+            items.append((row, span.num_rows, 0, span.kv_length, span.kv_length, -1))
             row += span.num_rows
         return self._plan(items, {})
 
     def shared_plan(self) -> AttentionPlan:
         """One item for the shared prefix, read by every row that sees more, and one for each sequence's tail."""
+        assert self.shared % CHUNK == 0
         assert all(span.kv_length - span.num_rows >= self.shared for span in self.spans)
         num_rows = sum(span.num_rows for span in self.spans)
-        items = [(0, num_rows, 0, self.shared, len(self.spans) - 1, 0)]
+        items = [(0, num_rows, 0, self.shared, self.shared, 0)]
         merges: dict[int, list[int]] = {row: [row] for row in range(num_rows)}
         self._add_chunks(items, merges, start=self.shared, partial=num_rows, one_item=True)
+        return self._plan(items, merges)
+
+    def forked_plan(self) -> AttentionPlan:
+        """One item for the whole chunks of the shared prefix, one that forks where it ends, and what each sequence has behind that chunk."""
+        assert all(span.kv_length - span.num_rows >= self.shared for span in self.spans)
+        positions, num_rows = self.positions().tolist(), sum(span.num_rows for span in self.spans)
+        start = self.shared // CHUNK * CHUNK
+        stop = min(start + CHUNK, max(span.kv_length for span in self.spans))
+        is_whole = start == 0 and max(positions) < stop
+        merges: dict[int, list[int]] = {row: [] for row in range(0 if is_whole else num_rows)}
+        items = [(0, num_rows, start, stop, self.shared, -1 if is_whole else 0)]
+        if start:
+            items.append((0, num_rows, 0, start, start, num_rows))
+        for row in merges:
+            merges[row] += [num_rows + row, row] if start else [row]
+        partial, first = 2 * num_rows, 0
+        for span in self.spans:
+            hidden = sum(position < stop for position in positions[first : first + span.num_rows])
+            rows = span.num_rows - hidden
+            if rows:
+                items.append((first + hidden, rows, stop, span.kv_length, span.kv_length, partial))
+            for chunk in range(stop, span.kv_length, CHUNK):
+                for row in range(first + hidden, first + span.num_rows):
+                    if positions[row] >= chunk:
+                        merges[row].append(partial + row - first - hidden)
+                partial += rows
+            first += span.num_rows
         return self._plan(items, merges)
 
     def split_plan(self) -> AttentionPlan:
@@ -151,7 +182,7 @@ class AttentionCase:
         self, items: list[tuple[int, ...]], merges: dict[int, list[int]], *, start: int, partial: int, one_item: bool
     ) -> None:
         first_row = 0
-        for table, span in enumerate(self.spans):
+        for span in self.spans:
             first_position = span.kv_length - span.num_rows
             item_start = partial
             for chunk in range(start, span.kv_length, CHUNK):
@@ -159,13 +190,14 @@ class AttentionCase:
                 hidden = 0 if one_item else max(0, chunk - first_position)
                 rows = span.num_rows - hidden
                 if not one_item:
-                    items.append((first_row + hidden, rows, chunk, min(chunk + CHUNK, span.kv_length), table, partial))
+                    stop = min(chunk + CHUNK, span.kv_length)
+                    items.append((first_row + hidden, rows, chunk, stop, stop, partial))
                 for row in range(rows):
                     if first_position + hidden + row >= chunk:
                         merges.setdefault(first_row + hidden + row, []).append(partial + row)
                 partial += rows
             if one_item and start < span.kv_length:
-                items.append((first_row, span.num_rows, start, span.kv_length, table, item_start))
+                items.append((first_row, span.num_rows, start, span.kv_length, span.kv_length, item_start))
             first_row += span.num_rows
 
     def _plan(self, items: list[tuple[int, ...]], merges: dict[int, list[int]]) -> AttentionPlan:
@@ -175,6 +207,7 @@ class AttentionCase:
             starts.append(starts[-1] + len(merges[row]))
         return AttentionPlan(
             positions=self.positions(),
+            tables=self.tables(),
             block_table=self.block_table,
             items=torch.tensor(items, dtype=torch.int32).reshape(-1, 6),
             merge_rows=torch.tensor(sorted(merges), dtype=torch.int32),
@@ -223,7 +256,7 @@ def make_attention_case() -> MakeAttentionCase:
         num_layers, layer = 3, 1
         blocks_of = [-(-kv_length // block_size) for kv_length, _ in spans]
         num_shared = shared // block_size
-        assert shared % block_size == 0 and shared % CHUNK == 0
+        assert shared % block_size == 0
         num_blocks = num_shared + sum(count - num_shared for count in blocks_of) + 3
         free = torch.randperm(num_blocks).tolist()
         prefix = [free.pop() for _ in range(num_shared)]

@@ -72,6 +72,7 @@ def run_attention(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> N
     integers = functools.partial(empty, dtype=torch.int32)
     plan = AttentionPlan(
         positions=integers(32),
+        tables=integers(32),
         block_table=integers(8, 64),
         items=integers(9, 6),
         merge_rows=integers(32),

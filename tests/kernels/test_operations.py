@@ -53,6 +53,45 @@ def test_attention_over_a_shared_prefix_reads_it_for_every_row(
     assert_near(run_attention(kernels, case, case.shared_plan()), case.truth())
 
 
+# Two to many rows: one tile of columns, two, and several units; fronts of some steps and, within a step, of none; short and long rests.
+FORKS = [
+    (32, [(33, 1), (64, 1)]),
+    (16, [(17, 1), (40, 1), (256, 1)]),
+    (192, [(193 + 9 * i, 1) for i in range(6)]),
+    (CHUNK + 80, [(CHUNK + 81 + 5 * i, 1 + i % 3 // 2) for i in range(12)]),
+    (CHUNK + 224, [(CHUNK + 230 + 70 * i, 1 + i // 6) for i in range(9)]),
+]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 16, 20])
+@pytest.mark.parametrize(("front", "spans"), FORKS)
+def test_attention_of_rows_that_share_the_front_of_a_chunk_has_the_bits_of_each_alone(
+    kernels, dtype, make_attention_case, assert_near, front, spans, group
+):
+    case = make_attention_case(spans, dtype=dtype, num_heads=2 * group, num_kv_heads=2, shared=front)
+    forked = run_attention(kernels, case, case.forked_plan())
+    assert_near(forked, case.truth())
+    assert torch.equal(forked, run_attention(kernels, case, case.private_plan()))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("block_size", [1, 5, 16, 32])
+def test_rows_that_share_a_front_have_their_own_bits_with_any_head_dim_and_block_size(
+    kernels, dtype, make_attention_case, head_dim, block_size
+):
+    case = make_attention_case(
+        [(161 + 19 * i, 1 + i // 4) for i in range(6)],
+        dtype=dtype,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        block_size=block_size,
+        shared=160,
+    )
+    forked = run_attention(kernels, case, case.forked_plan())
+    assert torch.equal(forked, run_attention(kernels, case, case.private_plan()))
+
+
 def test_attention_of_large_scores_stays_among_the_values(kernels, dtype, make_attention_case):
     # Scores in the thousands: their own rounding decides between near equals, so the truth is only that the result is a
     # mean of values.
@@ -90,8 +129,8 @@ def test_an_attention_row_has_the_same_bits_alone_and_in_a_batch(kernels, dtype,
     plan = case.private_plan()
     together = run_attention(kernels, case, plan)
     for row, table, position in [(0, 0, 367), (32, 0, 399), (33, 1, 0), (70, 1, 37), (123, 2, 0), (124, 3, 512)]:
-        alone = case._plan([(0, 1, 0, position + 1, table, -1)], {})
-        alone.positions[0] = position
+        alone = case._plan([(0, 1, 0, position + 1, position + 1, -1)], {})
+        alone.positions[0], alone.tables[0] = position, table
         assert torch.equal(run_attention(kernels, case, alone, slice(row, row + 1))[0], together[row]), row
 
 
@@ -103,7 +142,7 @@ def test_a_prompt_cut_into_pieces_has_the_bits_of_the_whole(kernels, dtype, make
     # Small pieces around the chunk's border are enough.
     for start in range(252, 260, piece) if piece < 64 else range(0, length, piece):
         stop = min(start + piece, length)
-        plan = case._plan([(0, stop - start, 0, stop, 0, -1)], {})
+        plan = case._plan([(0, stop - start, 0, stop, stop, -1)], {})
         plan.positions[: stop - start] = torch.arange(start, stop, dtype=torch.int32)
         assert torch.equal(run_attention(kernels, case, plan, slice(start, stop)), whole[start:stop])
 

@@ -47,11 +47,12 @@ class PagedDriver:
 
     def step(self, new_tokens: Sequence[Sequence[int]], *, num_sampled: int = 1) -> torch.Tensor:
         """Appends tokens to every sequence; hidden rows of the last `num_sampled` of each, sequence by sequence."""
-        positions, slots, items, sampled = [], [], [], []
+        positions, tables, slots, items, sampled = [], [], [], [], []
         for number, tokens in enumerate(new_tokens):
             start, row = self.lengths[number], len(positions)
             stop = start + len(tokens)
-            items.append([row, len(tokens), 0, stop, number, -1])
+            items.append([row, len(tokens), 0, stop, stop, -1])
+            tables += [number] * len(tokens)
             for position in range(start, stop):
                 positions.append(position)
                 block = int(self.table[number, position // BLOCK_SIZE])
@@ -61,6 +62,7 @@ class PagedDriver:
         nothing = torch.empty(0, dtype=torch.int32)
         plan = AttentionPlan(
             positions=torch.tensor(positions, dtype=torch.int32),
+            tables=torch.tensor(tables, dtype=torch.int32),
             block_table=self.table,
             items=torch.tensor(items, dtype=torch.int32),
             merge_rows=nothing,
