@@ -47,12 +47,10 @@ class TileEngine {
   void pack_query(int tile, const bf16* const* pointers, int num_columns) {
     for (int k = 0; k < depth_tiles_; ++k) {
       if (forked_) {
-        auto* to = reinterpret_cast<uint32_t*>(fork_query(k, kTileColumns * tile));
-        for (int c = 0; c < num_columns; ++c) {
-          uint32_t pairs[16];
-          std::memcpy(pairs, pointers[c] + 32 * k, 64);
-          for (int i = 0; i < 16; ++i) to[i * kForkColumns + c] = pairs[i];
-        }
+        __m512i r[16];
+        for (int c = 0; c < 16; ++c) r[c] = c < num_columns ? _mm512_loadu_si512(pointers[c] + 32 * k) : _mm512_setzero_si512();
+        amx::transpose(r);
+        for (int i = 0; i < 16; ++i) _mm512_storeu_si512(fork_query(k, kTileColumns * tile) + 2 * kForkColumns * i, r[i]);
         continue;
       }
       if (!direct_) {
@@ -98,7 +96,7 @@ class TileEngine {
     amx::barrier();
     softmax(visible, num_columns, steps, result, ahead);
     if (direct_) {
-      for (int first = 0; first < head_dim_; first += 64) weigh_direct(steps, first, num_columns, result.a, ahead);
+      for (int first = 0; first < head_dim_; first += 64) weigh_direct<false>(steps, first, num_columns, weights_, result.a, ahead);
     } else {
       weigh_packed(steps, num_columns, result.a);
     }
@@ -106,7 +104,9 @@ class TileEngine {
 
  private:
   // Rows asked for at a time.
-  static constexpr int kAskPacking = 16, kAskForked = 8;
+  static constexpr int kAskPacking = 16;
+  // The same of a forked unit, in shares of its time.
+  static constexpr int kAskApart = 10, kAskFront = 18, kAskFrontValues = 30, kAskWeighing = 20;
   static constexpr int kNarrow = 4;
   static constexpr int kForkColumns = kPairColumns + kTileColumns;
   // Registers of the direct products: 0 scores, 1 keys or values, 2 query columns, 3 weights, 4 to 7 sums.
@@ -287,6 +287,9 @@ class TileEngine {
   // scores lie in a row as ever, and its sums run on from the front's, so they are those of the row alone.
   void multiply_forked(int steps, const int32_t* visible, int num_columns, const Partials& result, Ahead<bf16>& ahead) {
     const int num_rows = unit_chunk_->num_apart, group = num_columns / num_rows, front = unit_chunk_->together.count;
+    int apart_steps = 0;
+    for (int row = 0; row < num_rows; ++row) apart_steps += (unit_chunk_->apart[row].count + kStep - 1) / kStep;
+    ahead.spread(apart_steps * (2 * kAskApart + kAskWeighing) + front / kStep * (2 * kAskFront + kAskFrontValues) + num_columns * steps);
     configure(group <= kNarrow ? kNarrow : 16);
     for (int row = 0; row < num_rows; ++row) score_apart(row, group, front, ahead);
     configure(16);
@@ -295,7 +298,7 @@ class TileEngine {
     softmax(visible, num_columns, steps, result, ahead);
     for (int start = 0; start < front; start += kStep) {
       pack_values(start, start / kStep);
-      ahead.ask(kAskPacking);
+      ahead.ask(kAskFrontValues);
     }
     weigh_packed(front / kStep, num_columns, result.a);
     configure(group <= kNarrow ? kNarrow : 16);
@@ -317,7 +320,7 @@ class TileEngine {
       }
       _tile_stored(0, turned_ + 16 * columns_ * p, 4 * columns_);
       amx::barrier();
-      ahead.ask(kAskForked);
+      ahead.ask(kAskApart);
     }
     float* to = scores_ + group * row * kScoreStride + front;
     for (int p = 0; p < num_tiles; ++p) {
@@ -350,7 +353,7 @@ class TileEngine {
       _tile_stored(0, turned_ + 256 * p, 64);
       if (both) _tile_stored(3, second + 256 * p, 64);
       amx::barrier();
-      ahead.ask(kAskForked);
+      ahead.ask(kAskFront);
     }
     for (int p = 0; p < num_tiles; ++p) {
       turn_wide(turned_ + 256 * p, scores_ + 16 * p, both ? kTileColumns : num_columns);
@@ -361,46 +364,10 @@ class TileEngine {
   // The sums of a row's columns over the front, and on over what the row reads alone.
   void weigh_apart(int row, int group, int front, float* a, Ahead<bf16>& ahead) {
     chunk_ = &unit_chunk_->apart[row];
-    const int width = width_tiles_ * 16, steps = (chunk_->count + kStep - 1) / kStep;
+    const int steps = (chunk_->count + kStep - 1) / kStep;
     const bf16* weights = weights_ + group * row * kWeightStride + front;
-    a += group * row * width;
-    for (int s = 0; s < steps; ++s) {
-      pack_values(kStep * s, s);
-      ahead.ask(kAskForked);
-    }
-    for (int w = 0; w < width_tiles_; w += 4) {
-      const bool both = width_tiles_ - w > 2;
-      amx::barrier();
-      _tile_loadd(4, a + 16 * w, 4 * width);
-      _tile_loadd(5, a + 16 * w + 16, 4 * width);
-      if (both) {
-        _tile_loadd(6, a + 16 * w + 32, 4 * width);
-        _tile_loadd(7, a + 16 * w + 48, 4 * width);
-      }
-      for (int s = 0; s < steps; ++s) {
-        _tile_loadd(3, weights + kStep * s, kWeightStride * 2);
-        _tile_loadd(1, value_tile(s, w), 64);
-        _tile_dpbf16ps(4, 3, 1);
-        _tile_loadd(1, value_tile(s, w + 1), 64);
-        _tile_dpbf16ps(5, 3, 1);
-        if (!both) continue;
-        _tile_loadd(1, value_tile(s, w + 2), 64);
-        _tile_dpbf16ps(6, 3, 1);
-        _tile_loadd(1, value_tile(s, w + 3), 64);
-        _tile_dpbf16ps(7, 3, 1);
-      }
-      _tile_stored(4, sums_, 64);
-      _tile_stored(5, sums_ + 256, 64);
-      if (both) {
-        _tile_stored(6, sums_ + 512, 64);
-        _tile_stored(7, sums_ + 768, 64);
-      }
-      amx::barrier();
-      // A tile has rows of other columns as well, whose sums these are not.
-      for (int c = 0; c < group; ++c)
-        for (int i = 0; i < (both ? 4 : 2); ++i)
-          _mm512_storeu_ps(a + c * width + 16 * (w + i), _mm512_load_ps(sums_ + 256 * i + 16 * c));
-    }
+    for (int first = 0; first < head_dim_; first += 64)
+      weigh_direct<true>(steps, first, group, weights, a + group * row * width_tiles_ * 16, ahead);
   }
 
   // 2^t to 1e-4, which is finer than the weights' eight bits.
@@ -566,21 +533,39 @@ class TileEngine {
     }
   }
 
-  // Sums of up to 64 of the head from `first` on.
-  void weigh_direct(int steps, int first, int num_columns, float* a, Ahead<bf16>& ahead) const {
+  // Sums of up to 64 of the head from `first` on, from nothing or from what `a` holds.
+  template <bool kGoesOn>
+  void weigh_direct(int steps, int first, int num_columns, const bf16* weights, float* a, Ahead<bf16>& ahead) const {
     const int width = width_tiles_ * 16;
     const bool both = head_dim_ - first >= 64;
-    _tile_zero(4);
-    _tile_zero(5);
-    _tile_zero(6);
-    _tile_zero(7);
+    if constexpr (kGoesOn) {
+      const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+      const __m512i high = _mm512_setr_epi32(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+      for (int c = 0; c < num_columns; ++c)
+        for (int w = 0; w < (both ? 2 : 1); ++w) {
+          const float* from = a + c * width + first + 32 * w;
+          const __m512 front = _mm512_loadu_ps(from), back = _mm512_loadu_ps(from + 16);
+          _mm512_store_ps(sums_ + 512 * w + 16 * c, _mm512_permutex2var_ps(front, low, back));
+          _mm512_store_ps(sums_ + 512 * w + 256 + 16 * c, _mm512_permutex2var_ps(front, high, back));
+        }
+      amx::barrier();
+      _tile_loadd(4, sums_, 64);
+      _tile_loadd(5, sums_ + 256, 64);
+      _tile_loadd(6, sums_ + 512, 64);
+      _tile_loadd(7, sums_ + 768, 64);
+    } else {
+      _tile_zero(4);
+      _tile_zero(5);
+      _tile_zero(6);
+      _tile_zero(7);
+    }
     pack_values_direct(0, first, values_, ahead);
     for (int s = 0; s < steps; ++s) {
       const bf16* packed = values_ + s % 2 * 2048;
       if (s + 1 < steps) pack_values_direct(32 * (s + 1), first, values_ + (s + 1) % 2 * 2048, ahead);
       amx::barrier();
       ahead.ask(4);
-      _tile_loadd(3, weights_ + 32 * s, kWeightStride * 2);
+      _tile_loadd(3, weights + 32 * s, kWeightStride * 2);
       _tile_loadd(1, packed, 64);
       _tile_dpbf16ps(4, 3, 1);
       _tile_loadd(1, packed + 512, 64);
