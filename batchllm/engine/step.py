@@ -8,10 +8,7 @@ import numpy as np
 
 from batchllm.engine.scheduled import ScheduledStep
 from batchllm.engine.scheduler import Scheduler
-
-
-FRONT_STEPS = 8
-"""Neighbours read the front of a chunk together in eighths of it: 32 positions, which the kernels sum in one step."""
+from batchllm.planner.demand import FRONT_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,13 +215,15 @@ def _forking_items(
     own_start = own_start[: starts.size]
     step = max(1, chunk // FRONT_STEPS)
     fronts = np.where(own_start[1:] == own_start[:-1], np.maximum(common - own_start[1:], 0) // step * step, 0)
-    # A sequence of several rows reads its rest again for each of them. That must not be more than it is spared, and be all in this chunk
-    # or behind it.
+    # A sequence of several rows reads its rest again for each of them, which must not be more than it is spared, and its rows must be all
+    # in this chunk or all behind it. What is read alone from position 0 on folds its chunks; a partial for each of them, which it leaves
+    # if its first chunk is another item's, costs about as much as a step is worth that is read together.
     ends = np.minimum(stops - own_start, chunk)
     again = stops - starts - 1
+    straddles = (starts < own_start + chunk) & (own_start + chunk < stops)
+    least = np.where((own_start == 0) & (stops > chunk), -(-stops // chunk) * step, 0)
     for side in (slice(None, -1), slice(1, None)):
-        straddles = (starts[side] - own_start[side] < chunk) & (chunk < stops[side] - own_start[side])
-        fronts[straddles | (again[side] * (ends[side] - fronts) > fronts)] = 0
+        fronts[straddles[side] | (again[side] * (ends[side] - fronts) > fronts) | (fronts <= least[side])] = 0
     # Those that share far more with each other than with the next are a group of their own.
     edge = np.zeros(1, dtype=np.int64)
     nearby = np.maximum(np.concatenate([edge, fronts[:-1]]), np.concatenate([fronts[1:], edge]))

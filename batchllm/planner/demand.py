@@ -12,6 +12,10 @@ from batchllm.planner.plan import Plan
 from batchllm.planner.tree import own_tokens
 
 
+FRONT_STEPS = 8
+"""Into so many steps a chunk is cut where sequences share its front only: they read whole ones of them together."""
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """How a plan's load goes up and down, in decode steps, as stretches between the moments at which it changes.
@@ -43,7 +47,7 @@ def simulate_demand(plan: Plan, *, max_sequences: int, step_tokens: int, read_ch
     """Admits sequences in plan order, `max_sequences` at a time and as many as fit; each generates all it may.
 
     A step computes `step_tokens` tokens: one for each running sequence, prompt tokens with the rest. Neighbours read what they share
-    together as far as it fills chunks of `read_chunk` tokens. Memory is taken as unlimited, so the peak is what the plan asks
+    together as far as it fills chunks of `read_chunk` tokens, and steps of the last chunk. Memory is taken as unlimited, so the peak is what the plan asks
     for. One pass with a heap, O(N log N).
     """
     if plan.num_prompts == 0:
@@ -59,8 +63,9 @@ def simulate_demand(plan: Plan, *, max_sequences: int, step_tokens: int, read_ch
     span = tree.end - tree.start
     # In input order those that share are no neighbours, and each reads alone.
     is_tree_order = bool((place == np.arange(len(place))).all())
-    together = (plan.prompt_tokens - own) // read_chunk * read_chunk * is_tree_order
-    node_together = (tree.end // read_chunk - tree.start // read_chunk) * read_chunk * is_tree_order
+    front, node_front = _fronts(plan, read_chunk)
+    together = ((plan.prompt_tokens - own) // read_chunk * read_chunk + front) * is_tree_order
+    node_together = ((tree.end // read_chunk - tree.start // read_chunk) * read_chunk + node_front) * is_tree_order
     alone = plan.prompt_tokens - together
     node_admitted, node_prefilled = (interval_min(_by_tree(time, place), **intervals) for time in (admitted, prefilled))
     node_finished = interval_max(_by_tree(finished, place), **intervals)
@@ -94,6 +99,23 @@ def compact(demand: Demand) -> Demand:
         read_tokens=mean(demand.read_tokens),
         spared_tokens=mean(demand.spared_tokens),
     )
+
+
+def _fronts(plan: Plan, read_chunk: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of the chunk in which its leaf node ends that each prompt reads together with others, and each node for its own prompts.
+
+    As `engine/step` has it: in whole steps, and not where a prompt reads so many chunks alone that it is better left whole.
+    """
+    tree, step = plan.tree, max(1, read_chunk // FRONT_STEPS)
+    is_leaf = np.bincount(tree.leaf_node[tree.leaf_node >= 0], minlength=tree.num_nodes) > 1
+    node_front = np.where(is_leaf, tree.end % read_chunk // step * step, 0)
+    front = np.append(node_front, 0)[tree.leaf_node]
+    begins_alone = np.append(tree.end, 0)[tree.leaf_node] < read_chunk
+    num_chunks = -(-(plan.prompt_tokens + plan.decode_tokens) // read_chunk)
+    front = np.where(begins_alone & (num_chunks > 1) & (front <= num_chunks * step), 0, front)
+    used = np.zeros(tree.num_nodes, dtype=bool)
+    used[tree.leaf_node[front > 0]] = True
+    return front, np.where(used, node_front, 0)
 
 
 def _by_tree(values: np.ndarray, tree_position: np.ndarray) -> np.ndarray:

@@ -11,6 +11,18 @@ namespace batchllm {
 
 namespace {
 
+// Keys and values of a unit that forks, at most: it reads all keys first, and so does the next one's asking; both fit the second cache level.
+constexpr int64_t kForkBytes = 320 << 10;
+
+// The rows of an item that forks which one unit takes, or 1 where each is a unit of its own.
+int32_t rows_of_fork(const AttentionCall& call, const WorkItem& item, int32_t front) {
+  const int32_t number_bytes = call.data_type == kFloat32 ? 4 : 2;
+  const int64_t most = kForkBytes / (2 * call.head_dim * number_bytes) - front, alone = item.kv_stop - item.kv_start - front;
+  const int32_t rows = int32_t(std::min<int64_t>(kPairColumns / (call.num_heads / call.num_kv_heads), std::max<int64_t>(2, most / alone)));
+  const int32_t shares = (item.num_rows + rows - 1) / rows;
+  return (item.num_rows + shares - 1) / shares;
+}
+
 // Calls take(item, column_start, num_columns, front) for each share of the items' columns, at most `width` of them.
 template <class Take>
 void cut_items(const AttentionCall& call, bool forks, int32_t width, Take take) {
@@ -21,9 +33,7 @@ void cut_items(const AttentionCall& call, bool forks, int32_t width, Take take) 
     int32_t front = 0, rows = item.num_rows;  // rows: of a share of the item, before columns are counted
     if (item.shared_stop < item.kv_stop) {
       front = (item.shared_stop - item.kv_start) / kStep * kStep;
-      const int32_t most = forks && front > 0 ? kPairColumns / group : 1;
-      const int32_t shares = (item.num_rows + most - 1) / most;
-      rows = (item.num_rows + shares - 1) / shares;
+      rows = forks && front > 0 ? rows_of_fork(call, item, front) : 1;
       if (rows < 2) front = 0;
     }
     for (int32_t row = 0; row < item.num_rows; row += rows) {

@@ -47,16 +47,16 @@ def test_each_phase_is_its_work_over_its_rate(stage_prompts: Callable[..., Any])
 
 
 def test_what_sequences_read_together_is_read_once_and_multiplied_for_each(stage_prompts: Callable[..., Any]) -> None:
-    plan = make_plan(stage_prompts([[1] * 40 + [i] for i in range(4)], [10] * 4), prefix_sharing=True)
+    plan = make_plan(stage_prompts([[1] * 41 + [i] for i in range(4)], [10] * 4), prefix_sharing=True)
 
     def attention_s(read_chunk: int) -> float:
         demand = simulate_demand(plan, max_sequences=4, step_tokens=1 << 40, read_chunk=read_chunk)
-        work = PrefillWork(tokens=44, pairs=prompt_pairs(plan), found=120)
+        work = PrefillWork(tokens=45, pairs=prompt_pairs(plan), found=123)
         return predict(demand, prefill=work, rates=RATES, kv_bytes_per_token=20).attention_s
 
-    # 32 of the 40 shared tokens fill chunks; each reads 9 tokens of its prompt and what it generates, 5 tokens on average.
-    assert attention_s(16) == pytest.approx(10 * (32 + 4 * (9 + 5)) * 20 / 1e6 + 10 * 3 * 32 * 20 / 1e7)
-    assert attention_s(64) == pytest.approx(10 * 4 * (41 + 5) * 20 / 1e6)
+    # 40 of the 41 shared tokens fill chunks and steps; each reads 2 tokens of its prompt and what it generates, 5 tokens on average.
+    assert attention_s(16) == pytest.approx(10 * (40 + 4 * (2 + 5)) * 20 / 1e6 + 10 * 3 * 40 * 20 / 1e7)
+    assert attention_s(400) == pytest.approx(10 * 4 * (42 + 5) * 20 / 1e6)
 
 
 def test_tiers_fill_in_order_and_the_last_says_what_fits_nowhere() -> None:

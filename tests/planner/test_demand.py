@@ -102,16 +102,33 @@ def test_a_compacted_load_has_a_stretch_for_each_number_of_sequences_and_the_sam
     assert (small.peak_live_tokens, small.num_steps) == (demand.peak_live_tokens, demand.num_steps)
 
 
-def test_a_shared_run_is_read_once_in_whole_chunks_and_its_rest_by_each(stage_prompts: Stage) -> None:
-    plan = make_plan(stage_prompts([[1] * 100 + [i] for i in range(4)], [10] * 4), prefix_sharing=True)
+def test_a_shared_run_is_read_once_in_whole_chunks_and_steps_and_its_rest_by_each(stage_prompts: Stage) -> None:
+    # Six chunks of 16, two steps of 2, and one token that each reads.
+    plan = make_plan(stage_prompts([[1] * 101 + [i] for i in range(4)], [10] * 4), prefix_sharing=True)
     demand = simulate_demand(plan, max_sequences=4, step_tokens=HUGE_STEP, read_chunk=16)
     steps = demand.duration
-    assert steps @ demand.read_tokens == pytest.approx(10 * (96 + 4 * (5 + 5)))
-    assert steps @ demand.spared_tokens == pytest.approx(10 * 3 * 96)
+    assert steps @ demand.read_tokens == pytest.approx(10 * (100 + 4 * (2 + 5)))
+    assert steps @ demand.spared_tokens == pytest.approx(10 * 3 * 100)
     # One at a time there is nobody to read with.
     in_turn = simulate_demand(plan, max_sequences=1, step_tokens=HUGE_STEP, read_chunk=16)
-    assert in_turn.duration @ in_turn.read_tokens == pytest.approx(4 * 10 * (101 + 5))
+    assert in_turn.duration @ in_turn.read_tokens == pytest.approx(4 * 10 * (102 + 5))
     assert in_turn.duration @ in_turn.spared_tokens == pytest.approx(0, abs=1e-3)
+
+
+def test_a_short_shared_run_before_much_that_is_not_is_read_by_each(stage_prompts: Stage) -> None:
+    def read_tokens(own: int) -> float:
+        prompts = [[1] * 7 + [2 + i] * own for i in range(4)]
+        demand = simulate_demand(
+            make_plan(stage_prompts(prompts, [2] * 4), prefix_sharing=True),
+            max_sequences=4,
+            step_tokens=HUGE_STEP,
+            read_chunk=16,
+        )
+        return float(demand.duration @ demand.read_tokens)
+
+    # Within one chunk three steps of 2 are read together; of six chunks each would leave a partial.
+    assert read_tokens(5) == pytest.approx(2 * (6 + 4 * (6 + 1)))
+    assert read_tokens(80) == pytest.approx(2 * 4 * (87 + 1))
 
 
 @settings(max_examples=100, deadline=None)
