@@ -128,7 +128,9 @@ def attention_plan(shape: AttentionShape, *, table: torch.Tensor, device: torch.
     as_int32 = {"dtype": torch.int32, "device": device}
     return AttentionPlan(
         positions=torch.tensor(positions, **as_int32),
-        tables=torch.arange(len(shape.query_lengths)).repeat_interleave(torch.tensor(shape.query_lengths)).to(**as_int32),
+        tables=torch.arange(len(shape.query_lengths))
+        .repeat_interleave(torch.tensor(shape.query_lengths))
+        .to(**as_int32),
         block_table=table.to(**as_int32),
         items=torch.tensor(items, **as_int32).reshape(-1, 6),
         merge_rows=torch.tensor(merged, **as_int32),

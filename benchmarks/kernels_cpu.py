@@ -159,7 +159,9 @@ def measure_prefill(kernels: ops.Kernels, *, length: int, passes: int) -> dict[s
     num_blocks = -(-length // BLOCK_SIZE)
     pool = make_pool(num_blocks)
     query = torch.randn(length, NUM_HEADS, HEAD_DIM).bfloat16()
-    plan = make_plan(torch.arange(length), torch.randperm(num_blocks).reshape(1, -1), [(0, length, 0, length, length, -1)])
+    plan = make_plan(
+        torch.arange(length), torch.randperm(num_blocks).reshape(1, -1), [(0, length, 0, length, length, -1)]
+    )
     size = 2048
     x, weight = torch.randn(size, size).bfloat16(), torch.randn(size, size).bfloat16()
     packed = kernels.pack_linear(weight)

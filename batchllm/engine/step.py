@@ -40,9 +40,7 @@ class PlanArrays:
         forks = items[items[:, 4] < items[:, 3]]
         rows, fork = _rows_of(forks)
         alone = np.minimum(forks[fork, 3], self.positions[rows] + 1) - forks[fork, 4]
-        return KvReads(
-            num_read=int(shared.sum() + alone.sum()), num_spared=int((shared * (items[:, 1] - 1)).sum())
-        )
+        return KvReads(num_read=int(shared.sum() + alone.sum()), num_spared=int((shared * (items[:, 1] - 1)).sum()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +118,18 @@ def _plan_attention(
         own_start[1:num_decode] = np.maximum(own_start[1:num_decode], shared)
     own_start *= chunk
     groups = _shared_items(shared, chunk)
-    forks = _forking_items(common, starts=starts[:num_decode], stops=stops[:num_decode], own_start=own_start, chunk=chunk)
+    forks = _forking_items(
+        common, starts=starts[:num_decode], stops=stops[:num_decode], own_start=own_start, chunk=chunk
+    )
     own_start[_rows_of(forks)[0]] += chunk
     for items in (groups, forks):
         # From sequences to their rows.
         items[:, 1] = first_rows[items[:, 0] + items[:, 1]] - first_rows[items[:, 0]]
         items[:, 0] = first_rows[items[:, 0]]
     own = np.flatnonzero(stops > own_start)
-    alone = np.stack([first_rows[own], counts[own], own_start[own], stops[own], stops[own], np.full(own.size, -1)], axis=1)
+    alone = np.stack(
+        [first_rows[own], counts[own], own_start[own], stops[own], stops[own], np.full(own.size, -1)], axis=1
+    )
     items = np.concatenate([groups, forks, alone])
     folded = items[:, 2] == 0
     pieces = np.where(folded, 1, -(-(items[:, 3] - items[:, 2]) // chunk))
@@ -151,9 +153,7 @@ def _plan_attention(
     )
 
 
-def _common_tokens(
-    scheduler: Scheduler, block_table: np.ndarray, slots: np.ndarray, starts: np.ndarray
-) -> np.ndarray:
+def _common_tokens(scheduler: Scheduler, block_table: np.ndarray, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """For each decoding sequence but the last: the leading tokens that it shares with the next, by equal block ids."""
     if slots.size < 2:
         return np.zeros(0, dtype=np.int64)

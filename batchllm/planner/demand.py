@@ -11,7 +11,6 @@ from batchllm.planner.intervals import interval_max, interval_min
 from batchllm.planner.plan import Plan
 from batchllm.planner.tree import own_tokens
 
-
 FRONT_STEPS = 8
 """Into so many steps a chunk is cut where sequences share its front only: they read whole ones of them together."""
 
