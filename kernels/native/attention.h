@@ -60,19 +60,19 @@ template <class T>
 struct Ahead {
   const UnitChunk<T>* chunk;
   int row_bytes, at = 0;
-  int rate = kWhole, owed = 0;  // what is asked for of what is said, and what is left over of it, in parts of kWhole
+  int rate = 0, owed = 0;  // positions asked for in a share of the time, and those owed from the last ones, in parts of kWhole
   static constexpr int kWhole = 256;
 
-  BATCHLLM_INLINE void ask(int num_rows) {
-    owed += num_rows * rate;
-    ask_now(owed / kWhole);
+  // `num_shares` are left of this chunk's time, over which all of the next one is to be asked for.
+  BATCHLLM_INLINE void spread(int num_shares) { rate = int(int64_t(chunk->num_positions - at) * kWhole / num_shares) + 1; }
+
+  BATCHLLM_INLINE void ask_shares(int num_shares) {
+    owed += num_shares * rate;
+    ask(owed / kWhole);
     owed %= kWhole;
   }
 
-  // From here on `num_rows` are said.
-  BATCHLLM_INLINE void spread(int num_rows) { rate = int(int64_t(chunk->num_positions - at) * kWhole / (num_rows > 0 ? num_rows : 1)) + 1; }
-
-  BATCHLLM_INLINE void ask_now(int num_rows) {
+  BATCHLLM_INLINE void ask(int num_rows) {
     const int stop = at + num_rows < chunk->num_positions ? at + num_rows : chunk->num_positions;
     for (; at < stop; ++at)
       for (int b = 0; b < row_bytes; b += 64) {
@@ -81,7 +81,7 @@ struct Ahead {
       }
   }
 
-  BATCHLLM_INLINE void ask_rest() { ask_now(chunk->num_positions); }
+  BATCHLLM_INLINE void ask_rest() { ask(chunk->num_positions); }
 };
 
 BATCHLLM_INLINE void copy_partial(const Partials& to, int64_t i, const Partials& from, int64_t j, int width) {

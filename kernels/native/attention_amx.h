@@ -94,7 +94,7 @@ class TileEngine {
       if (s < steps) score<2>(tile, 2 * s);
     }
     amx::barrier();
-    softmax(visible, num_columns, steps, result, ahead);
+    softmax<false>(visible, num_columns, steps, result, ahead);
     if (direct_) {
       for (int first = 0; first < head_dim_; first += 64) weigh_direct<false>(steps, first, num_columns, weights_, result.a, ahead);
     } else {
@@ -105,7 +105,7 @@ class TileEngine {
  private:
   // Rows asked for at a time.
   static constexpr int kAskPacking = 16;
-  // The same of a forked unit, in shares of its time.
+  // A forked unit's shares of its time.
   static constexpr int kAskApart = 10, kAskFront = 18, kAskFrontValues = 30, kAskWeighing = 20;
   static constexpr int kNarrow = 4;
   static constexpr int kForkColumns = kPairColumns + kTileColumns;
@@ -119,6 +119,16 @@ class TileEngine {
     const int count = head_dim_ - first;
     if (count >= 32) return _mm512_loadu_si512(row + first);
     return _mm512_maskz_loadu_epi16((1u << count) - 1, row + first);
+  }
+
+  // Of what a forked unit says it is asked for its share of all.
+  template <bool kForked>
+  static void ask(Ahead<bf16>& ahead, int num_rows) {
+    if constexpr (kForked) {
+      ahead.ask_shares(num_rows);
+    } else {
+      ahead.ask(num_rows);
+    }
   }
 
   // Few columns make narrow tiles, which are cheap to turn.
@@ -283,92 +293,11 @@ class TileEngine {
     for (int c = 0; c < num_columns; ++c) _mm512_storeu_si512(to + c * kScoreStride, r[c]);
   }
 
-  // A unit with a front: what its rows share is multiplied for all columns at once, what each goes on to read for its own. Each column's
-  // scores lie in a row as ever, and its sums run on from the front's, so they are those of the row alone.
-  void multiply_forked(int steps, const int32_t* visible, int num_columns, const Partials& result, Ahead<bf16>& ahead) {
-    const int num_rows = unit_chunk_->num_apart, group = num_columns / num_rows, front = unit_chunk_->together.count;
-    int apart_steps = 0;
-    for (int row = 0; row < num_rows; ++row) apart_steps += (unit_chunk_->apart[row].count + kStep - 1) / kStep;
-    ahead.spread(apart_steps * (2 * kAskApart + kAskWeighing) + front / kStep * (2 * kAskFront + kAskFrontValues) + num_columns * steps);
-    configure(group <= kNarrow ? kNarrow : 16);
-    for (int row = 0; row < num_rows; ++row) score_apart(row, group, front, ahead);
-    configure(16);
-    chunk_ = &unit_chunk_->together;
-    score_front(num_columns, ahead);
-    softmax(visible, num_columns, steps, result, ahead);
-    for (int start = 0; start < front; start += kStep) {
-      pack_values(start, start / kStep);
-      ahead.ask(kAskFrontValues);
-    }
-    weigh_packed(front / kStep, num_columns, result.a);
-    configure(group <= kNarrow ? kNarrow : 16);
-    for (int row = 0; row < num_rows; ++row) weigh_apart(row, group, front, result.a, ahead);
-  }
-
-  // Scores of what one row reads alone, behind those of the front. Narrow tiles write a column too many, which the next row puts right.
-  void score_apart(int row, int group, int front, Ahead<bf16>& ahead) {
-    chunk_ = &unit_chunk_->apart[row];
-    const int num_tiles = (chunk_->count + 15) / 16;
-    amx::barrier();
-    for (int p = 0; p < num_tiles; ++p) {
-      const bf16* rows = key_rows(16 * p);
-      _tile_zero(0);
-      for (int k = 0; k < depth_tiles_; ++k) {
-        _tile_loadd(2, fork_query(k, group * row), 4 * kForkColumns);
-        _tile_loadd(1, rows + 32 * k, 2 * head_dim_);
-        _tile_dpbf16ps(0, 1, 2);
-      }
-      _tile_stored(0, turned_ + 16 * columns_ * p, 4 * columns_);
-      amx::barrier();
-      ahead.ask(kAskApart);
-    }
-    float* to = scores_ + group * row * kScoreStride + front;
-    for (int p = 0; p < num_tiles; ++p) {
-      if (columns_ == kNarrow) {
-        turn_narrow(turned_ + 16 * kNarrow * p, to + 16 * p);
-      } else {
-        turn_wide(turned_ + 256 * p, to + 16 * p, group);
-      }
-    }
-  }
-
-  // Scores of the front for one or two tiles of columns.
-  void score_front(int num_columns, Ahead<bf16>& ahead) const {
-    const int num_tiles = chunk_->count / 16;
-    const bool both = num_columns > kTileColumns;
-    float* second = turned_ + kTileColumns * kChunk;
-    amx::barrier();
-    for (int p = 0; p < num_tiles; ++p) {
-      const bf16* rows = key_rows(16 * p);
-      _tile_zero(0);
-      _tile_zero(3);
-      for (int k = 0; k < depth_tiles_; ++k) {
-        _tile_loadd(1, rows + 32 * k, 2 * head_dim_);
-        _tile_loadd(2, fork_query(k, 0), 4 * kForkColumns);
-        _tile_dpbf16ps(0, 1, 2);
-        if (!both) continue;
-        _tile_loadd(4, fork_query(k, kTileColumns), 4 * kForkColumns);
-        _tile_dpbf16ps(3, 1, 4);
-      }
-      _tile_stored(0, turned_ + 256 * p, 64);
-      if (both) _tile_stored(3, second + 256 * p, 64);
-      amx::barrier();
-      ahead.ask(kAskFront);
-    }
-    for (int p = 0; p < num_tiles; ++p) {
-      turn_wide(turned_ + 256 * p, scores_ + 16 * p, both ? kTileColumns : num_columns);
-      if (both) turn_wide(second + 256 * p, scores_ + kTileColumns * kScoreStride + 16 * p, num_columns - kTileColumns);
-    }
-  }
-
-  // The sums of a row's columns over the front, and on over what the row reads alone.
-  void weigh_apart(int row, int group, int front, float* a, Ahead<bf16>& ahead) {
-    chunk_ = &unit_chunk_->apart[row];
-    const int steps = (chunk_->count + kStep - 1) / kStep;
-    const bf16* weights = weights_ + group * row * kWeightStride + front;
-    for (int first = 0; first < head_dim_; first += 64)
-      weigh_direct<true>(steps, first, group, weights, a + group * row * width_tiles_ * 16, ahead);
-  }
+  // attention_amx_forked.h
+  void multiply_forked(int steps, const int32_t* visible, int num_columns, const Partials& result, Ahead<bf16>& ahead);
+  void score_apart(int row, int group, int front, Ahead<bf16>& ahead);
+  void score_front(int num_columns, Ahead<bf16>& ahead) const;
+  void weigh_apart(int row, int group, int front, float* a, Ahead<bf16>& ahead);
 
   // 2^t to 1e-4, which is finer than the weights' eight bits.
   static __m512 power(__m512 t) {
@@ -400,15 +329,16 @@ class TileEngine {
   }
 
   // Maxima, weights and sums of all columns.
+  template <bool kForked>
   void softmax(const int32_t* visible, int num_columns, int steps, const Partials& result, Ahead<bf16>& ahead) const {
     find_maxima(visible, num_columns, result.m);
     int c = 0;
-    for (; c + 2 <= num_columns; c += 2) softmax<2>(c, visible + c, steps, result.m + c, result.l + c, ahead);
-    if (c < num_columns) softmax<1>(c, visible + c, steps, result.m + c, result.l + c, ahead);
+    for (; c + 2 <= num_columns; c += 2) softmax<2, kForked>(c, visible + c, steps, result.m + c, result.l + c, ahead);
+    if (c < num_columns) softmax<1, kForked>(c, visible + c, steps, result.m + c, result.l + c, ahead);
   }
 
   // Weights of N columns from `column` on, which take turns: one alone would wait for its own results.
-  template <int N>
+  template <int N, bool kForked>
   void softmax(int column, const int32_t* visible, int steps, const float* m, float* l, Ahead<bf16>& ahead) const {
     const __m512 factor = _mm512_set1_ps(scale_);
     __m512 offset[N], even_sum[N], odd_sum[N];
@@ -428,7 +358,7 @@ class TileEngine {
         even_sum[n] = _mm512_add_ps(even_sum[n], even), odd_sum[n] = _mm512_add_ps(odd_sum[n], odd);
         _mm512_storeu_si512(weights_ + (column + n) * kWeightStride + i, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
       }
-      ahead.ask(N);
+      ask<kForked>(ahead, N);
     }
     for (int n = 0; n < N; ++n) l[n] = _mm512_reduce_add_ps(_mm512_add_ps(even_sum[n], odd_sum[n]));
   }
@@ -505,6 +435,7 @@ class TileEngine {
 
   // B operands of 32 positions' values, up to 64 of the head from `first` on: tiles 2 w and 2 w + 1 hold the lower and the upper four of
   // each eight of 32, which is how two rows interleave fastest.
+  template <bool kForked>
   void pack_values_direct(int start, int first, bf16* to, Ahead<bf16>& ahead) const {
     const int num_vectors = head_dim_ - first < 64 ? 1 : 2;
     if (in_place_ && start + 32 <= chunk_->count) {  // rows that follow each other
@@ -516,7 +447,7 @@ class TileEngine {
             _mm512_store_si512(to + 1024 * w + 32 * pair, _mm512_unpacklo_epi16(even, odd));
             _mm512_store_si512(to + 1024 * w + 512 + 32 * pair, _mm512_unpackhi_epi16(even, odd));
           }
-          ahead.ask(1);
+          ask<kForked>(ahead, 1);
         }
       }
       return;
@@ -529,16 +460,16 @@ class TileEngine {
         _mm512_store_si512(to + 1024 * w + 32 * pair, _mm512_unpacklo_epi16(even, odd));
         _mm512_store_si512(to + 1024 * w + 512 + 32 * pair, _mm512_unpackhi_epi16(even, odd));
       }
-      ahead.ask(1);
+      ask<kForked>(ahead, 1);
     }
   }
 
-  // Sums of up to 64 of the head from `first` on, from nothing or from what `a` holds.
-  template <bool kGoesOn>
+  // Sums of up to 64 of the head from `first` on, from nothing or, of a forked unit, from what `a` holds.
+  template <bool kForked>
   void weigh_direct(int steps, int first, int num_columns, const bf16* weights, float* a, Ahead<bf16>& ahead) const {
     const int width = width_tiles_ * 16;
     const bool both = head_dim_ - first >= 64;
-    if constexpr (kGoesOn) {
+    if constexpr (kForked) {
       const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
       const __m512i high = _mm512_setr_epi32(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
       for (int c = 0; c < num_columns; ++c)
@@ -559,12 +490,12 @@ class TileEngine {
       _tile_zero(6);
       _tile_zero(7);
     }
-    pack_values_direct(0, first, values_, ahead);
+    pack_values_direct<kForked>(0, first, values_, ahead);
     for (int s = 0; s < steps; ++s) {
       const bf16* packed = values_ + s % 2 * 2048;
-      if (s + 1 < steps) pack_values_direct(32 * (s + 1), first, values_ + (s + 1) % 2 * 2048, ahead);
+      if (s + 1 < steps) pack_values_direct<kForked>(32 * (s + 1), first, values_ + (s + 1) % 2 * 2048, ahead);
       amx::barrier();
-      ahead.ask(4);
+      ask<kForked>(ahead, 4);
       _tile_loadd(3, weights + 32 * s, kWeightStride * 2);
       _tile_loadd(1, packed, 64);
       _tile_dpbf16ps(4, 3, 1);
@@ -614,3 +545,5 @@ class TileEngine {
 
 }  // namespace BATCHLLM_PATH
 }  // namespace batchllm
+
+#include "attention_amx_forked.h"
