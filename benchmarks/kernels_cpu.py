@@ -295,7 +295,8 @@ def measure_step(kernels: ops.Kernels, *, num_sequences: int, context: int, pass
         kernels.linear_argmax(embedded, vocabulary)
 
     times = best_times(
-        {"step": step, "products": products, "attention": lambda: each_layer(kernels, random_query, pool, plan)}, passes=passes
+        {"step": step, "products": products, "attention": lambda: each_layer(kernels, random_query, pool, plan)},
+        passes=passes,
     )
     return {
         "step_s": times["step"],

@@ -294,9 +294,7 @@ def test_weights_that_do_not_fit_between_attentions_are_refused(kernels, dtype, 
     case = dataclasses.replace(case, **{name: torch.randn(80, 80).to(dtype)})
     following = {"start": case.start(kernels), "target": case.target(case.pool(dtype))}
     with pytest.raises(ValueError, match="inputs"):
-        kernels.between_attention(
-            case.residual, eps=1e-5, attended=case.attended, end=case.end(kernels), **following
-        )
+        kernels.between_attention(case.residual, eps=1e-5, attended=case.attended, end=case.end(kernels), **following)
 
 
 @pytest.mark.parametrize("head_dim", [8, *HEAD_DIMS])
