@@ -14,8 +14,8 @@ from batchllm.kernels import (
     activation,
     attention,
     attention_triton,
+    between_attention,
     blocks,
-    feed_forward,
     launch,
     linear,
     norm,
@@ -23,6 +23,7 @@ from batchllm.kernels import (
     sampling,
 )
 from batchllm.kernels.attention import AttentionPlan, HeadShape
+from batchllm.kernels.between_attention import KvTarget, LayerEnd, LayerStart
 from batchllm.kernels.floats import FP8_DTYPE
 from batchllm.kernels.native import library as native_library
 from batchllm.kernels.native import operations as native
@@ -85,10 +86,17 @@ class LinearRopeWriteKv(Protocol):
     ) -> torch.Tensor: ...
 
 
-class FeedForward(Protocol):
+class BetweenAttention(Protocol):
     def __call__(
-        self, residual: torch.Tensor, norm_weight: torch.Tensor, gate_up: Any, down: Any, *, eps: float
-    ) -> None: ...
+        self,
+        residual: torch.Tensor,
+        *,
+        eps: float,
+        attended: torch.Tensor | None = None,
+        end: LayerEnd | None = None,
+        start: LayerStart | None = None,
+        target: KvTarget | None = None,
+    ) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +121,7 @@ class Kernels:
     pack_linear_gated: PackLinear
     linear_silu_mul: Callable[[torch.Tensor, Any], torch.Tensor]
     linear_rope_write_kv: LinearRopeWriteKv
-    feed_forward: FeedForward
+    between_attention: BetweenAttention
     gather_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     scatter_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -137,7 +145,7 @@ REFERENCE = Kernels(
     pack_linear_gated=linear.pack_linear_gated,
     linear_silu_mul=linear.linear_silu_mul,
     linear_rope_write_kv=linear.linear_rope_write_kv,
-    feed_forward=feed_forward.feed_forward,
+    between_attention=between_attention.between_attention,
     gather_blocks=blocks.gather_blocks,
     scatter_blocks=blocks.scatter_blocks,
     copy_blocks=blocks.copy_blocks,
@@ -160,7 +168,7 @@ TRITON = Kernels(
     pack_linear_gated=linear.pack_linear_gated,
     linear_silu_mul=linear.linear_silu_mul_triton,
     linear_rope_write_kv=linear.linear_rope_write_kv_triton,
-    feed_forward=feed_forward.feed_forward_triton,
+    between_attention=between_attention.between_attention_triton,
     gather_blocks=blocks.gather_blocks_triton,
     scatter_blocks=blocks.scatter_blocks_triton,
     copy_blocks=blocks.copy_blocks_triton,
@@ -190,7 +198,7 @@ def native_kernels() -> Kernels | str:
         pack_linear_gated=native.pack_linear_gated,
         linear_silu_mul=native.linear_silu_mul,
         linear_rope_write_kv=native.linear_rope_write_kv,
-        feed_forward=native.feed_forward,
+        between_attention=native.between_attention,
         gather_blocks=native.gather_blocks,
         scatter_blocks=native.scatter_blocks,
         copy_blocks=native.copy_blocks,

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from batchllm import ops
 from batchllm.kernels.attention import CHUNK, AttentionPlan
+from batchllm.kernels.between_attention import KvTarget, LayerEnd, LayerStart
 from batchllm.kernels.native import library as native_library
 from batchllm.kernels.native.memory import advise_huge_pages
 
@@ -237,28 +238,20 @@ def measure_int8(kernels: ops.Kernels, *, passes: int) -> dict[str, dict[str, fl
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One decoder layer's weights, packed."""
-
-    norms: tuple[torch.Tensor, torch.Tensor]
-    qkv: Any
-    o: Any
-    gate_up: Any
-    down: Any
-
-
-def make_layers(kernels: ops.Kernels) -> list[Layer]:
+def make_layers(kernels: ops.Kernels) -> list[tuple[LayerStart, LayerEnd]]:
     def weight(out_size: int, in_size: int) -> torch.Tensor:
         return (torch.randn(out_size, in_size) / in_size**0.5).bfloat16()
 
+    norm = torch.ones(HIDDEN).bfloat16()
     return [
-        Layer(
-            norms=(torch.ones(HIDDEN).bfloat16(), torch.ones(HIDDEN).bfloat16()),
-            qkv=kernels.pack_linear(weight((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, HIDDEN)),
-            o=kernels.pack_linear(weight(HIDDEN, NUM_HEADS * HEAD_DIM)),
-            gate_up=kernels.pack_linear_gated(weight(2 * FEED_FORWARD, HIDDEN)),
-            down=kernels.pack_linear(weight(HIDDEN, FEED_FORWARD)),
+        (
+            LayerStart(norm=norm, qkv=kernels.pack_linear(weight((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, HIDDEN))),
+            LayerEnd(
+                output=kernels.pack_linear(weight(HIDDEN, NUM_HEADS * HEAD_DIM)),
+                norm=norm,
+                gate_up=kernels.pack_linear_gated(weight(2 * FEED_FORWARD, HIDDEN)),
+                down=kernels.pack_linear(weight(HIDDEN, FEED_FORWARD)),
+            ),
         )
         for _ in range(NUM_LAYERS)
     ]
@@ -271,39 +264,39 @@ def measure_step(kernels: ops.Kernels, *, num_sequences: int, context: int, pass
     blocks_each = context // BLOCK_SIZE + 1
     pool = make_pool(num_sequences * blocks_each)
     table = torch.randperm(num_sequences * blocks_each).reshape(num_sequences, blocks_each)
-    rope = {
-        "positions": torch.full((num_sequences,), context, dtype=torch.int32),
-        "slots": table[:, context // BLOCK_SIZE].contiguous() * BLOCK_SIZE + context % BLOCK_SIZE,
-        "num_heads": NUM_HEADS,
-    }
-    plan = make_plan(rope["positions"], table, [(row, 1, 0, context + 1, row, -1) for row in range(num_sequences)])
+    positions = torch.full((num_sequences,), context, dtype=torch.int32)
+    slots = table[:, context // BLOCK_SIZE].contiguous() * BLOCK_SIZE + context % BLOCK_SIZE
+    plan = make_plan(positions, table, [(row, 1, 0, context + 1, row, -1) for row in range(num_sequences)])
     layers, vocabulary = make_layers(kernels), kernels.pack_linear(torch.randn(VOCABULARY, HIDDEN).bfloat16())
     cos_sin = torch.randn(context + 1, HEAD_DIM).sin()
+    targets = [KvTarget(cos_sin, pool, number, positions, slots, NUM_HEADS) for number in range(NUM_LAYERS)]
     embedded = torch.randn(num_sequences, HIDDEN).bfloat16()
-    query = torch.randn(num_sequences, NUM_HEADS, HEAD_DIM).bfloat16()
+    random_query = torch.randn(num_sequences, NUM_HEADS, HEAD_DIM).bfloat16()
     gated = torch.randn(num_sequences, FEED_FORWARD).bfloat16()
 
     def step() -> None:
         hidden = embedded.clone()
-        for number, layer in enumerate(layers):
-            normed = kernels.rms_norm(hidden, layer.norms[0], eps=1e-5)
-            rotated = kernels.linear_rope_write_kv(normed, layer.qkv, cos_sin, pool, layer=number, **rope)
-            attended = kernels.attention(rotated, pool, layer=number, plan=plan, scale=HEAD_DIM**-0.5)
-            kernels.linear_add(attended.view(num_sequences, -1), layer.o, hidden)
-            kernels.feed_forward(hidden, layer.norms[1], layer.gate_up, layer.down, eps=1e-5)
-        kernels.linear_argmax(kernels.rms_norm(hidden, layers[0].norms[0], eps=1e-5), vocabulary)
+        query = kernels.between_attention(hidden, eps=1e-5, start=layers[0][0], target=targets[0])
+        for number, (_, end) in enumerate(layers):
+            attended = kernels.attention(query, pool, layer=number, plan=plan, scale=HEAD_DIM**-0.5).flatten(1)
+            following = {}
+            if number + 1 < NUM_LAYERS:
+                following = {"start": layers[number + 1][0], "target": targets[number + 1]}
+            query = kernels.between_attention(hidden, eps=1e-5, attended=attended, end=end, **following)
+        kernels.linear_argmax(kernels.rms_norm(hidden, layers[0][0].norm, eps=1e-5), vocabulary)
 
     def products() -> None:
         # The plain ends, so that the fused ones count as everything else.
-        for layer in layers:
-            kernels.linear(embedded, layer.qkv)
-            kernels.linear(embedded, layer.o)
-            kernels.linear(embedded, layer.gate_up)
-            kernels.linear(gated, layer.down)
+        for start, end in layers:
+            kernels.linear(embedded, start.qkv)
+            kernels.linear(embedded, end.output)
+            kernels.linear(embedded, end.gate_up)
+            kernels.linear(gated, end.down)
         kernels.linear_argmax(embedded, vocabulary)
 
     times = best_times(
-        {"step": step, "products": products, "attention": lambda: each_layer(kernels, query, pool, plan)}, passes=passes
+        {"step": step, "products": products, "attention": lambda: each_layer(kernels, random_query, pool, plan)},
+        passes=passes,
     )
     return {
         "step_s": times["step"],

@@ -1,8 +1,8 @@
 """The decoder of the Llama family over paged KV: one forward pass for any mix of prefill and decode rows.
 
-Per layer: RMSNorm, fused QKV, RoPE with KV write, attention over the plan's work items, output projection; the feed-forward
-part. The residual stream is one tensor that both projections add into. All operations
-come from one `Kernels`.
+Per layer: RMSNorm, fused QKV, RoPE with KV write, attention over the plan's work items, output projection, the feed-forward part. What
+lies between two attentions is one operation. The residual stream is one tensor that both projections add into. All operations come from
+one `Kernels`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from batchllm.errors import JobError, ModelError
 from batchllm.kernels.attention import AttentionPlan, HeadShape
+from batchllm.kernels.between_attention import KvTarget, LayerEnd, LayerStart
 from batchllm.kernels.floats import FP8_DTYPE
 from batchllm.models.config import ModelConfig
 from batchllm.models.kv_scales import kv_scales
@@ -38,12 +39,8 @@ INT8_PARTS = frozenset({"qkv", "output", "gate_up", "head"})
 class _Layer:
     """One layer's weights; the four products in the backend's packed form."""
 
-    attn_norm: torch.Tensor
-    qkv: Any
-    output: Any
-    mlp_norm: torch.Tensor
-    gate_up: Any
-    down: Any
+    start: LayerStart
+    end: LayerEnd
 
 
 class Decoder:
@@ -108,12 +105,16 @@ class Decoder:
             biases = tuple(prefix + part for part in ("q_bias", "k_bias", "v_bias")) if config.qkv_bias else ()
             self._layers.append(
                 _Layer(
-                    attn_norm=load(prefix + "attn_norm"),
-                    qkv=pack("qkv", prefix + "q", prefix + "k", prefix + "v", biases=biases),
-                    output=pack("output", prefix + "o"),
-                    mlp_norm=load(prefix + "mlp_norm"),
-                    gate_up=pack("gate_up", prefix + "gate", prefix + "up"),
-                    down=pack("down", prefix + "down"),
+                    start=LayerStart(
+                        norm=load(prefix + "attn_norm"),
+                        qkv=pack("qkv", prefix + "q", prefix + "k", prefix + "v", biases=biases),
+                    ),
+                    end=LayerEnd(
+                        output=pack("output", prefix + "o"),
+                        norm=load(prefix + "mlp_norm"),
+                        gate_up=pack("gate_up", prefix + "gate", prefix + "up"),
+                        down=pack("down", prefix + "down"),
+                    ),
                 )
             )
 
@@ -154,27 +155,30 @@ class Decoder:
         plan = kernels.schedule_attention(plan, self._heads)
         residual = kernels.packed_rows(self._head, token_ids) if self._embed is None else self._embed[token_ids]
         last = config.num_layers - 1
+
+        def target(layer: int) -> KvTarget:
+            return KvTarget(self._cos_sin, kv, layer, positions, slots, config.num_heads, self._kv_scale)
+
+        query = kernels.between_attention(residual, eps=eps, start=self._layers[0].start, target=target(0))
         for number, layer in enumerate(self._layers):
-            query = kernels.linear_rope_write_kv(
-                kernels.rms_norm(residual, layer.attn_norm, eps=eps),
-                layer.qkv,
-                self._cos_sin,
-                kv,
-                layer=number,
-                positions=positions,
-                slots=slots,
-                num_heads=config.num_heads,
-                kv_scale=self._kv_scale,
-            )
             if number == last and sample_rows.numel() == 0:
                 return residual[:0]
+            assert query is not None
             attended = kernels.attention(
                 query, kv, layer=number, plan=plan, scale=self._scale, kv_scale=self._kv_scale
             ).flatten(1)
             if number == last:
-                attended, residual = attended[sample_rows], residual[sample_rows]
-            kernels.linear_add(attended, layer.output, residual)
-            kernels.feed_forward(residual, layer.mlp_norm, layer.gate_up, layer.down, eps=eps)
+                residual, attended = residual[sample_rows], attended[sample_rows]
+                kernels.between_attention(residual, eps=eps, attended=attended, end=layer.end)
+            else:
+                query = kernels.between_attention(
+                    residual,
+                    eps=eps,
+                    attended=attended,
+                    end=layer.end,
+                    start=self._layers[number + 1].start,
+                    target=target(number + 1),
+                )
         return kernels.rms_norm(residual, self._final_norm, eps=eps)
 
     @torch.no_grad()

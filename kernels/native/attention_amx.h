@@ -135,7 +135,10 @@ class TileEngine {
     const int rows = chunk_->count - start;
     for (int k = 0; k < depth_tiles_; ++k) {
       __m512i r[16];
-      if (rows >= 16) {
+      if (rows >= 16 && in_place_ && head_dim_ % 32 == 0) {
+        const bf16* from = chunk_->keys[start] + 32 * k;
+        for (int i = 0; i < 16; ++i, from += head_dim_) r[i] = _mm512_loadu_si512(from);
+      } else if (rows >= 16) {
         for (int i = 0; i < 16; ++i) r[i] = load_row(chunk_->keys[start + i], 32 * k);
       } else {
         for (int i = 0; i < 16; ++i) r[i] = i < rows ? load_row(chunk_->keys[start + i], 32 * k) : _mm512_setzero_si512();
@@ -151,6 +154,20 @@ class TileEngine {
                                                    11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
                                                    22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
     const __m512i low = _mm512_load_si512(order), high = _mm512_load_si512(order + 32);
+    if (in_place_ && start + 32 <= chunk_->count && head_dim_ % 32 == 0) {  // rows that follow each other
+      const int row = head_dim_, tile = 512;
+      for (int half = 0; half < 2; ++half) {
+        const bf16* from = chunk_->value(start + 16 * half);
+        bf16* to = value_tile(slot, 0) + 256 * half;
+        for (int pair = 0; pair < 8; ++pair, from += 2 * row, to += 32)
+          for (int first = 0; first < row; first += 32) {
+            const __m512i even = _mm512_loadu_si512(from + first), odd = _mm512_loadu_si512(from + row + first);
+            _mm512_store_si512(to + first / 16 * tile, _mm512_permutex2var_epi16(even, low, odd));
+            _mm512_store_si512(to + (first / 16 + 1) * tile, _mm512_permutex2var_epi16(even, high, odd));
+          }
+      }
+      return;
+    }
     for (int pair = 0; pair < 16; ++pair) {
       const int first = start + 2 * pair;
       for (int w = 0; w < width_tiles_; w += 2) {

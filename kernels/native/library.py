@@ -43,8 +43,11 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "rope_write_kv": ((c_void_p, c_void_p, c_int64, c_int32, *_ROPE), None),
     "linear": ((*_LINEAR, c_int32), None),
     "linear_rope_write_kv": ((*_LINEAR, *_ROPE), None),
-    "feed_forward": (
-        (c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32),
+    "between_attention": (
+        (c_void_p, c_int64, c_int64, c_float, c_int32)
+        + (c_void_p, c_int64, c_void_p, c_void_p)
+        + (c_void_p,) * 5
+        + (c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, *_ROPE),
         None,
     ),
     "copy_blocks": ((c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64), None),
@@ -67,7 +70,7 @@ class Library:
     rope_write_kv: Any
     linear: Any
     linear_rope_write_kv: Any
-    feed_forward: Any
+    between_attention: Any
     copy_blocks: Any
     copy_checksum: Any
     dequantise: Any

@@ -76,19 +76,25 @@ struct LinearCall {
   RopeTarget rope;
 };
 
-// residual += down(silu(gate) * up) of the normed rows of `residual` [num_rows, gate_up.in_size]. The two products' x and out are left out.
-struct FeedForwardCall {
+// For all rows of `residual` [num_rows, size]: residual += output(attended), then residual += down(silu(gate) * up) of the normed rows, then
+// queries, keys and values of the rows normed again. What `end` and the products' own rows are is left out, and a product without weight.
+struct BetweenAttentionCall {
   void* residual;
-  const void* norm_weight;
+  int64_t num_rows, size;
   float eps;
+  int32_t data_type;
+  LinearCall output;
+  const void* feed_forward_norm;
   LinearCall gate_up, down;
+  const void* attention_norm;
+  LinearCall qkv;
 };
 
 struct PathTable {
   void (*attention)(const AttentionCall&);
   void (*linear)(const LinearCall&);
   void (*linear_int8)(const LinearCall&);
-  void (*feed_forward)(const FeedForwardCall&);
+  void (*between_attention)(const BetweenAttentionCall&);
   void (*rms_norm)(const void* x, const void* weight, void* residual, void* out, int64_t num_rows, int64_t size, float eps,
                    int32_t data_type);
   void (*silu_mul)(const void* gate_up, void* out, int64_t num_rows, int64_t size, int32_t data_type);
@@ -105,7 +111,7 @@ void linear_int8_avx2_vnni(const LinearCall& call);
 void linear_int8_avx512_vnni(const LinearCall& call);
 
 // 64-byte aligned memory of the calling thread that lives until the thread ends; one use a slot. Aborts when there is none left.
-enum ScratchSlot { kScratchUnits, kScratchCall, kScratchRows, kScratchPartials, kScratchThread, kScratchFeedForward, kNumScratchSlots };
+enum ScratchSlot { kScratchUnits, kScratchCall, kScratchRows, kScratchPartials, kScratchThread, kScratchBetween, kNumScratchSlots };
 void* scratch(ScratchSlot slot, size_t num_bytes);
 
 // Copies `num_bytes`, more than 240, and returns their XXH3 of 64 bits. On the calling thread alone.

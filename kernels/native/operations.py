@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from batchllm.kernels.attention import AttentionPlan
+from batchllm.kernels.between_attention import KvTarget, LayerEnd, LayerStart, RowOperations
 from batchllm.kernels.linear import quantise_weight
 from batchllm.kernels.native.library import Library, load
 from batchllm.kernels.native.memory import empty_in_arena
@@ -313,36 +314,6 @@ def linear_silu_mul(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
     return _run_linear(x, packed, empty_rows((x.shape[0], packed.out_size // 2), x.dtype), _SILU_MUL)
 
 
-def feed_forward(
-    residual: torch.Tensor, norm_weight: torch.Tensor, gate_up: NativeLinear, down: NativeLinear, *, eps: float
-) -> None:
-    if not gate_up.gated or torch.int8 in (gate_up.weight.dtype, down.weight.dtype):
-        linear_add(linear_silu_mul(rms_norm(residual, norm_weight, eps=eps), gate_up), down, residual)
-        return
-    _require_contiguous(residual=residual, norm_weight=norm_weight)
-    num_rows, size = residual.shape
-    if norm_weight.shape != (size,) or (gate_up.in_size, gate_up.out_size) != (size, 2 * down.in_size):
-        raise ValueError(
-            f"residual {tuple(residual.shape)}, norm_weight {tuple(norm_weight.shape)} and gate_up {gate_up.in_size} to "
-            f"{gate_up.out_size} do not fit down of {down.in_size} inputs"
-        )
-    if down.out_size != size:
-        raise ValueError(f"down must have {size} outputs, has {down.out_size}")
-    _library().feed_forward(
-        residual.data_ptr(),
-        norm_weight.data_ptr(),
-        eps,
-        gate_up.weight.data_ptr(),
-        None if gate_up.bias is None else gate_up.bias.data_ptr(),
-        down.weight.data_ptr(),
-        None if down.bias is None else down.bias.data_ptr(),
-        num_rows,
-        size,
-        down.in_size,
-        _data_type(residual, norm_weight, gate_up.weight, down.weight),
-    )
-
-
 def linear_rope_write_kv(
     x: torch.Tensor,
     packed: NativeLinear,
@@ -369,6 +340,111 @@ def linear_rope_write_kv(
     rope = _rope_arguments(cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads)
     _library().linear_rope_write_kv(*_linear_arguments(x, packed, query), *rope)
     return query
+
+
+def between_attention(
+    residual: torch.Tensor,
+    *,
+    eps: float,
+    attended: torch.Tensor | None = None,
+    end: LayerEnd | None = None,
+    start: LayerStart | None = None,
+    target: KvTarget | None = None,
+) -> torch.Tensor | None:
+    if not _goes_through(end, start, target):
+        return _OPERATIONS.in_turn(residual, eps=eps, attended=attended, end=end, start=start, target=target)
+    _require_contiguous(residual=residual)
+    query, data_type = None, _data_type(residual)
+    ending: tuple[int | None, ...] = (None, 0, *(None,) * 7, 0)
+    starting: tuple[int | None, ...] = (None, None, None, 0, None, *(None,) * 4, 0, 0, 0, 0, 0)
+    if end is not None:
+        assert attended is not None, "a layer ends with what its attention gave"
+        ending = _end_arguments(residual, attended, end)
+    if start is not None and target is not None:
+        query, starting = _start_arguments(residual, start, target)
+    _library().between_attention(
+        residual.data_ptr(), residual.shape[0], residual.shape[1], eps, data_type, *ending, *starting
+    )
+    return query
+
+
+def _goes_through(end: LayerEnd | None, start: LayerStart | None, target: KvTarget | None) -> bool:
+    """Whether rows can go through all products at once: plain weights, whole tiles."""
+    products = [] if end is None else [end.output, end.gate_up, end.down]
+    if start is not None:
+        products.append(start.qkv)
+    is_plain = all(product.weight.dtype != torch.int8 for product in products)
+    return is_plain and (end is None or end.gate_up.gated) and (target is None or target.kv.shape[5] % 16 == 0)
+
+
+def _require_fit(name: str, packed: NativeLinear, *, in_size: int, out_size: int) -> None:
+    if (packed.in_size, packed.out_size) != (in_size, out_size):
+        raise ValueError(
+            f"{name}: must have {in_size} inputs and {out_size} outputs, has {packed.in_size} and {packed.out_size}"
+        )
+
+
+def _end_arguments(residual: torch.Tensor, attended: torch.Tensor, end: LayerEnd) -> tuple[int | None, ...]:
+    num_rows, size = residual.shape
+    _require_contiguous(attended=attended, norm=end.norm)
+    if attended.shape != (num_rows, end.output.in_size) or end.norm.shape != (size,):
+        raise ValueError(
+            f"attended {tuple(attended.shape)} and norm {tuple(end.norm.shape)} do not fit residual {(num_rows, size)} and "
+            f"an output of {end.output.in_size} inputs"
+        )
+    _require_fit("output", end.output, in_size=end.output.in_size, out_size=size)
+    _require_fit("gate_up", end.gate_up, in_size=size, out_size=2 * end.down.in_size)
+    _require_fit("down", end.down, in_size=end.down.in_size, out_size=size)
+    _data_type(residual, attended, end.norm, end.output.weight, end.gate_up.weight, end.down.weight)
+    return (
+        attended.data_ptr(),
+        end.output.in_size,
+        *_weight_pointers(end.output),
+        end.norm.data_ptr(),
+        *_weight_pointers(end.gate_up),
+        *_weight_pointers(end.down),
+        end.down.in_size,
+    )
+
+
+def _start_arguments(
+    residual: torch.Tensor, start: LayerStart, target: KvTarget
+) -> tuple[torch.Tensor, tuple[int | None, ...]]:
+    _require_no_scale(target.kv_scale)
+    num_rows, size = residual.shape
+    num_kv_heads, _, head_dim = target.kv.shape[3:]
+    num_all = target.num_heads + 2 * num_kv_heads
+    _require_contiguous(norm=start.norm)
+    if start.norm.shape != (size,) or target.slots.numel() != num_rows or target.positions.numel() != num_rows:
+        raise ValueError(
+            f"norm {tuple(start.norm.shape)}, {target.slots.numel()} slots and {target.positions.numel()} positions do not fit "
+            f"residual {(num_rows, size)}"
+        )
+    _require_fit("qkv", start.qkv, in_size=size, out_size=num_all * head_dim)
+    _data_type(residual, start.norm, start.qkv.weight, target.kv)
+    query = empty_rows((num_rows, target.num_heads, head_dim), residual.dtype)
+    rope = _rope_arguments(
+        target.cos_sin,
+        target.kv,
+        layer=target.layer,
+        positions=target.positions,
+        slots=target.slots,
+        num_heads=target.num_heads,
+    )
+    return query, (
+        start.norm.data_ptr(),
+        *_weight_pointers(start.qkv),
+        start.qkv.out_size,
+        query.data_ptr(),
+        *rope,
+    )
+
+
+def _weight_pointers(packed: NativeLinear) -> tuple[int, int | None]:
+    return packed.weight.data_ptr(), None if packed.bias is None else packed.bias.data_ptr()
+
+
+_OPERATIONS = RowOperations(rms_norm, linear_add, linear_silu_mul, linear_rope_write_kv)
 
 
 def gather_blocks(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:

@@ -18,15 +18,15 @@ void linear_by_type(const LinearCall& call) {
   linear(call);
 }
 
-void feed_forward_by_type(const FeedForwardCall& call) {
-  if (call.gate_up.data_type == kBFloat16) return run_feed_forward<TileMultiplier>(call);
-  feed_forward(call);
+void between_attention_by_type(const BetweenAttentionCall& call) {
+  if (call.data_type == kBFloat16) return run_between_attention<TileMultiplier>(call);
+  between_attention(call);
 }
 
 void linear_int8_tiles(const LinearCall& call) { linear_int8_by_type<Int8TileMultiplier>(call); }
 
 }  // namespace amx_path
 
-const PathTable kAmxTable = {amx_path::attention_by_type, amx_path::linear_by_type, amx_path::linear_int8_tiles, amx_path::feed_forward_by_type,
+const PathTable kAmxTable = {amx_path::attention_by_type, amx_path::linear_by_type, amx_path::linear_int8_tiles, amx_path::between_attention_by_type,
                              amx_path::rms_norm, amx_path::silu_mul, amx_path::rope_write_kv};
 }  // namespace batchllm

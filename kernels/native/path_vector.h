@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention_vector.h"
-#include "feed_forward.h"
+#include "between_attention.h"
 #include "linear_int8_vector.h"
 #include "linear_vector.h"
 
@@ -19,9 +19,9 @@ inline void linear(const LinearCall& call) {
   run_linear<VectorMultiplier<float>>(call);
 }
 
-inline void feed_forward(const FeedForwardCall& call) {
-  if (call.gate_up.data_type == kBFloat16) return run_feed_forward<VectorMultiplier<bf16>>(call);
-  run_feed_forward<VectorMultiplier<float>>(call);
+inline void between_attention(const BetweenAttentionCall& call) {
+  if (call.data_type == kBFloat16) return run_between_attention<VectorMultiplier<bf16>>(call);
+  run_between_attention<VectorMultiplier<float>>(call);
 }
 
 inline void linear_int8(const LinearCall& call) { linear_int8_by_type<Int8VectorMultiplier>(call); }

@@ -10,6 +10,7 @@ import torch
 
 from batchllm.kernels import rope
 from batchllm.kernels.attention import CHUNK
+from batchllm.kernels.between_attention import KvTarget, LayerEnd, LayerStart
 from batchllm.kernels.floats import FP8_DTYPE
 
 SPANS = [(1, 1), (17, 17), (256, 1), (257, 3), (300, 300), (700, 30), (1029, 1)]
@@ -127,40 +128,173 @@ def test_linear_silu_mul_gates_the_two_halves_of_the_product(kernels, dtype, ass
     assert_near(result / 4, gate * gate.sigmoid() * up / 4)
 
 
+@dataclasses.dataclass(frozen=True)
+class BetweenCase:
+    """Weights of a layer's end and the next one's start, and rows between them. `heads`: of queries, of keys, numbers of each."""
+
+    attended: torch.Tensor
+    residual: torch.Tensor
+    output: torch.Tensor
+    norm: torch.Tensor
+    gate_up: torch.Tensor
+    bias: torch.Tensor
+    down: torch.Tensor
+    qkv: torch.Tensor
+    cos_sin: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    heads: tuple[int, int, int]
+
+    @classmethod
+    def make(cls, num_rows, *, size, gated_size, heads, dtype):
+        def weight(out_size, in_size):
+            return (torch.randn(out_size, in_size) / in_size**0.5).to(dtype)
+
+        num_heads, num_kv_heads, head_dim = heads
+        return cls(
+            attended=torch.randn(num_rows, num_heads * head_dim).to(dtype),
+            residual=torch.randn(num_rows, size).to(dtype),
+            output=weight(size, num_heads * head_dim),
+            norm=torch.rand(size).to(dtype),
+            gate_up=weight(2 * gated_size, size),
+            bias=torch.randn(2 * gated_size).to(dtype),
+            down=weight(size, gated_size),
+            qkv=weight((num_heads + 2 * num_kv_heads) * head_dim, size),
+            cos_sin=torch.randn(1000, head_dim).sin(),
+            positions=torch.randint(1000, (num_rows,)).int(),
+            slots=torch.randperm(num_rows + 5)[:num_rows],
+            heads=heads,
+        )
+
+    def pool(self, dtype):
+        _, num_kv_heads, head_dim = self.heads
+        return torch.full(
+            (-(-(self.residual.shape[0] + 5) // 5), 2, 2, num_kv_heads, 5, head_dim), torch.nan, dtype=dtype
+        )
+
+    def end(self, kernels):
+        return LayerEnd(
+            output=kernels.pack_linear(self.output),
+            norm=self.norm,
+            gate_up=kernels.pack_linear_gated(self.gate_up, self.bias),
+            down=kernels.pack_linear(self.down),
+        )
+
+    def start(self, kernels):
+        return LayerStart(norm=self.norm, qkv=kernels.pack_linear(self.qkv))
+
+    def target(self, kv, rows=slice(None)):
+        return KvTarget(
+            self.cos_sin, kv, 1, self.positions[rows].contiguous(), self.slots[rows].contiguous(), self.heads[0]
+        )
+
+    def normed_truth(self, wide):
+        return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * self.norm.double()
+
+
+BETWEEN_SHAPES = [(64, 512, (4, 2, 16)), (70, 48, (3, 1, 24)), (96, 50, (2, 1, 64))]
+
+
 @pytest.mark.parametrize("num_rows", [1, 33, 700])
-@pytest.mark.parametrize(("size", "gated_size"), [(64, 512), (70, 48), (96, 50)])
-def test_feed_forward_adds_the_gated_product_of_the_normed_rows(
-    kernels, dtype, assert_near, size, gated_size, num_rows
+@pytest.mark.parametrize(("size", "gated_size", "heads"), BETWEEN_SHAPES)
+def test_a_layer_ends_with_its_output_and_the_gated_product_of_the_normed_rows(
+    kernels, dtype, assert_near, size, gated_size, heads, num_rows
 ):
-    residual, norm_weight = torch.randn(num_rows, size).to(dtype), torch.rand(size).to(dtype)
-    up = (torch.randn(2 * gated_size, size) / size**0.5).to(dtype)
-    down = (torch.randn(size, gated_size) / gated_size**0.5).to(dtype)
-    bias = torch.randn(2 * gated_size).to(dtype)
-    wide = residual.double()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * norm_weight.double()
-    gate, gated = (normed @ up.double().T + bias.double()).chunk(2, dim=-1)
-    truth = wide + (gate * gate.sigmoid() * gated) @ down.double().T
-    kernels.feed_forward(
-        residual, norm_weight, kernels.pack_linear_gated(up, bias), kernels.pack_linear(down), eps=1e-5
+    case = BetweenCase.make(num_rows, size=size, gated_size=gated_size, heads=heads, dtype=dtype)
+    wide = case.residual.double() + case.attended.double() @ case.output.double().T
+    gate, gated = (case.normed_truth(wide) @ case.gate_up.double().T + case.bias.double()).chunk(2, dim=-1)
+    truth = wide + (gate * gate.sigmoid() * gated) @ case.down.double().T
+    residual = case.residual.clone()
+    assert kernels.between_attention(residual, eps=1e-5, attended=case.attended, end=case.end(kernels)) is None
+    # Rounded once more on the way than a product is.
+    assert_near(residual / 8, truth / 8)
+
+
+@pytest.mark.parametrize("num_rows", [1, 33, 700])
+@pytest.mark.parametrize(("size", "gated_size", "heads"), BETWEEN_SHAPES)
+def test_a_layer_starts_with_turned_queries_and_keys_and_values_in_the_pool(
+    kernels, dtype, assert_near, size, gated_size, heads, num_rows
+):
+    case = BetweenCase.make(num_rows, size=size, gated_size=gated_size, heads=heads, dtype=dtype)
+    case.slots[num_rows // 2] = -1
+    pools = case.pool(dtype), case.pool(torch.float64)
+    residual = case.residual.clone()
+    query = kernels.between_attention(residual, eps=1e-5, start=case.start(kernels), target=case.target(pools[0]))
+    product = case.normed_truth(case.residual.double()) @ case.qkv.double().T
+    truth = rope.rope_write_kv(
+        product,
+        case.cos_sin.double(),
+        pools[1],
+        layer=1,
+        positions=case.positions,
+        slots=case.slots,
+        num_heads=heads[0],
     )
-    assert_near(residual / 4, truth / 4)
+    assert torch.equal(residual, case.residual)
+    assert_near(query / 4, truth / 4)
+    assert torch.equal(pools[0].isnan(), pools[1].isnan())
+    assert_near(pools[0].nan_to_num() / 4, pools[1].nan_to_num() / 4)
 
 
-def test_a_feed_forward_row_has_the_same_bits_whatever_the_number_of_rows(kernels, dtype):
+@pytest.mark.parametrize("num_rows", [1, 33, 700])
+@pytest.mark.parametrize(("size", "gated_size", "heads"), BETWEEN_SHAPES)
+def test_an_end_and_a_start_together_have_the_bits_of_one_after_the_other(
+    kernels, dtype, size, gated_size, heads, num_rows
+):
+    case = BetweenCase.make(num_rows, size=size, gated_size=gated_size, heads=heads, dtype=dtype)
+    end, start, pools, residuals = case.end(kernels), case.start(kernels), [], []
+    queries = []
+    for is_one in (True, False):
+        pools.append(case.pool(dtype))
+        residuals.append(case.residual.clone())
+        following = {"start": start, "target": case.target(pools[-1])}
+        if is_one:
+            query = kernels.between_attention(residuals[-1], eps=1e-5, attended=case.attended, end=end, **following)
+        else:
+            kernels.between_attention(residuals[-1], eps=1e-5, attended=case.attended, end=end)
+            query = kernels.between_attention(residuals[-1], eps=1e-5, **following)
+        queries.append(query)
+    assert torch.equal(*queries)
+    assert torch.equal(*residuals)
+    assert torch.equal(pools[0].nan_to_num(), pools[1].nan_to_num())
+
+
+def test_a_row_between_attentions_has_the_same_bits_whatever_the_number_of_rows(kernels, dtype):
     if kernels.name != "native":
         pytest.skip("torch's product, and the tiles on a GPU, change with the number of rows")
-    rows, norm_weight = torch.randn(900, 576).to(dtype), torch.rand(576).to(dtype)
-    gate_up = kernels.pack_linear_gated((torch.randn(1024, 576) / 8).to(dtype))
-    down = kernels.pack_linear((torch.randn(576, 512) / 8).to(dtype))
+    case = BetweenCase.make(900, size=576, gated_size=512, heads=(4, 2, 64), dtype=dtype)
+    end, start = case.end(kernels), case.start(kernels)
 
-    def result(start, stop):
-        residual = rows[start:stop].clone()
-        kernels.feed_forward(residual, norm_weight, gate_up, down, eps=1e-5)
-        return residual
+    def result(first, stop):
+        rows, pool = slice(first, stop), case.pool(dtype)
+        residual = case.residual[rows].clone()
+        query = kernels.between_attention(
+            residual,
+            eps=1e-5,
+            attended=case.attended[rows].clone(),
+            end=end,
+            start=start,
+            target=case.target(pool, rows),
+        )
+        written = pool.transpose(1, 4).flatten(0, 1)[case.slots[rows]]
+        return residual, query, written[:, :, :, 1]
 
     whole = result(0, 900)
-    for start, stop in [(0, 1), (899, 900), (5, 37), (100, 116), (20, 320), (0, 640), (300, 900)]:
-        assert torch.equal(result(start, stop), whole[start:stop])
+    for first, stop in [(0, 1), (899, 900), (5, 37), (100, 116), (20, 320), (0, 640), (300, 900)]:
+        for part, all_rows in zip(result(first, stop), whole, strict=True):
+            assert part.isfinite().all()
+            assert torch.equal(part, all_rows[first:stop])
+
+
+@pytest.mark.parametrize("name", ["output", "down", "qkv"])
+def test_weights_that_do_not_fit_between_attentions_are_refused(kernels, dtype, name):
+    if kernels.name != "native":
+        pytest.skip("torch and Triton check shapes themselves")
+    case = BetweenCase.make(3, size=64, gated_size=48, heads=(4, 2, 16), dtype=dtype)
+    case = dataclasses.replace(case, **{name: torch.randn(80, 80).to(dtype)})
+    following = {"start": case.start(kernels), "target": case.target(case.pool(dtype))}
+    with pytest.raises(ValueError, match="inputs"):
+        kernels.between_attention(case.residual, eps=1e-5, attended=case.attended, end=case.end(kernels), **following)
 
 
 @pytest.mark.parametrize("head_dim", [8, *HEAD_DIMS])

@@ -1,0 +1,168 @@
+// What happens to rows between a layer's attention and the next one's: output projection, feed-forward part, norm, queries, keys and values.
+// Each thread takes some rows through all of it: what it writes between the products stays in its second cache level, and no thread waits for
+// another.
+#pragma once
+
+#include "linear.h"
+
+namespace batchllm {
+namespace BATCHLLM_PATH {
+
+inline constexpr int64_t kPassRows = 256;  // rows that go through together: more would not stay, fewer would read the weights too often
+
+// Numbers between rows of `size`: not a multiple of 512, so that rows can be multiplied as they lie.
+inline int64_t gated_stride(int64_t size) { return size % 512 == 0 ? size + 32 : size; }
+
+// All of `call` for its rows by one thread, `packed` [blocks] for those that cannot be read as they lie. [next, next_stop): as in Work.
+template <class Multiplier>
+void multiply_alone(const LinearCall& call, Multiplier& multiplier, float* y, char* packed, const char* next, const char* next_stop) {
+  using T = typename Multiplier::Number;
+  const bool reads_rows = Multiplier::reads_rows(call);
+  const size_t block_bytes = Multiplier::block_bytes(call.in_size);
+  const int64_t blocks = (call.num_rows + kBlockRows - 1) / kBlockRows;
+  const auto rows_of = [&](int64_t b) { return int(call.num_rows - b * kBlockRows < kBlockRows ? call.num_rows - b * kBlockRows : kBlockRows); };
+  for (int64_t b = 0; b < blocks; ++b)
+    if (!reads_rows || rows_of(b) % 16 != 0)
+      Multiplier::pack_block(static_cast<const T*>(call.x) + b * kBlockRows * call.x_stride, call.x_stride, rows_of(b), call.in_size,
+                             packed + (reads_rows ? 0 : b) * block_bytes);
+  const auto block_at = [&](int64_t b, int64_t* first_row, int* rows) -> typename Multiplier::Block {
+    *first_row = b * kBlockRows;
+    *rows = rows_of(b);
+    if (reads_rows && *rows % 16 == 0) return Multiplier::rows_block(call, *first_row);
+    return Multiplier::packed_block(packed + (reads_rows ? 0 : b) * block_bytes, call.in_size);
+  };
+  Work<Multiplier> work(call, multiplier, y, nullptr);
+  const int64_t tiles = (call.out_size + 15) / 16;
+  work.multiply(0, (tiles + work.group_tiles - 1) / work.group_tiles, 0, blocks, block_at, next, next_stop);
+  work.beside.finish_rest();
+}
+
+// The products of a call in the order in which rows go through them.
+template <class Multiplier>
+struct RowProducts {
+  LinearCall calls[4];
+  int count = 0;
+
+  void add(const LinearCall& call) { calls[count++] = call; }
+
+  // The first weights that are wanted after product `i`, of this pass or of the next.
+  const char* next(int i) const { return Multiplier::weight_tile(calls[(i + 1) % count], 0); }
+  const char* next_stop(int i) const {
+    const LinearCall& call = calls[(i + 1) % count];
+    const int64_t tiles = (call.out_size + 15) / 16;
+    return Multiplier::weight_tile(call, tiles < 8 ? tiles : 8);
+  }
+
+  size_t packed_bytes(int64_t blocks) const {
+    size_t most = 0;
+    for (int i = 0; i < count; ++i) {
+      const size_t bytes = blocks * Multiplier::block_bytes(calls[i].in_size);
+      most = bytes > most ? bytes : most;
+    }
+    return most;
+  }
+
+  size_t y_bytes() const {
+    int most = 0;
+    for (int i = 0; i < count; ++i) {
+      const int tiles = Work<Multiplier>::group_tiles_of(calls[i]);
+      most = tiles > most ? tiles : most;
+    }
+    return 2 * sizeof(float) * Work<Multiplier>::y_numbers(most);
+  }
+};
+
+// `call` for its rows from `first_row` on alone, `num_rows` of them.
+template <class T>
+LinearCall rows_of_call(LinearCall call, int64_t first_row, int64_t num_rows) {
+  call.num_rows = num_rows;
+  if (call.x != nullptr) call.x = static_cast<const T*>(call.x) + first_row * call.x_stride;
+  if (call.end == kRopeWriteKv) {
+    call.out = static_cast<T*>(call.out) + first_row * call.rope.num_heads * call.rope.head_dim;
+    call.rope.positions += first_row, call.rope.slots += first_row;
+  } else if (call.out != nullptr) {
+    call.out = static_cast<T*>(call.out) + first_row * call.out_stride;
+  }
+  return call;
+}
+
+template <class Multiplier>
+void run_between_attention(const BetweenAttentionCall& call) {
+  using T = typename Multiplier::Number;
+  LinearCall output = call.output, gate_up = call.gate_up, down = call.down, qkv = call.qkv;
+  const bool ends = output.weight != nullptr, starts = qkv.weight != nullptr;
+  const int64_t num_rows = call.num_rows, size = call.size, stride = ends ? gated_stride(down.in_size) : 0;
+  const int threads = num_threads();
+  T* residual = static_cast<T*>(call.residual);
+  output.end = down.end = kAdd, gate_up.end = kSiluMul, qkv.end = kRopeWriteKv;
+  output.out = down.out = residual, output.out_stride = down.out_stride = size;
+  gate_up.x_stride = qkv.x_stride = size, gate_up.out_stride = down.x_stride = stride;
+  if (num_rows < Shares::kRangeRows * threads) {
+    // Too few for each thread to read all weights: they share them.
+    T* normed = static_cast<T*>(scratch(kScratchBetween, sizeof(T) * num_rows * (size + stride)));
+    gate_up.x = qkv.x = normed, down.x = gate_up.out = normed + num_rows * size;
+    if (ends) {
+      run_linear<Multiplier>(output);
+      rms_norm_rows<T>(residual, call.feed_forward_norm, nullptr, normed, num_rows, size, call.eps);
+      run_linear<Multiplier>(gate_up);
+      run_linear<Multiplier>(down);
+    }
+    if (starts) {
+      rms_norm_rows<T>(residual, call.attention_norm, nullptr, normed, num_rows, size, call.eps);
+      run_linear<Multiplier>(qkv);
+    }
+    return;
+  }
+  const int64_t num_passes = (num_rows + threads * kPassRows - 1) / (threads * kPassRows) * threads;
+  const int64_t pass_rows = ((num_rows + num_passes - 1) / num_passes + 15) / 16 * 16;
+  output.num_rows = gate_up.num_rows = down.num_rows = qkv.num_rows = pass_rows;
+  RowProducts<Multiplier> products;
+  if (ends) products.add(output), products.add(gate_up), products.add(down);
+  if (starts) products.add(qkv);
+  const size_t y_bytes = products.y_bytes();
+  const size_t rows_bytes = (sizeof(T) * pass_rows * (size + stride) + 63) / 64 * 64;
+  const size_t packed_bytes = products.packed_bytes((pass_rows + kBlockRows - 1) / kBlockRows);
+#pragma omp parallel num_threads(threads)
+  {
+    Multiplier multiplier;
+    char* memory = static_cast<char*>(scratch(kScratchThread, y_bytes + rows_bytes + packed_bytes));
+    float* y = reinterpret_cast<float*>(memory);
+    T* normed = reinterpret_cast<T*>(memory + y_bytes);
+    T* gated = normed + pass_rows * size;
+    char* packed = memory + y_bytes + rows_bytes;
+#pragma omp for schedule(static) nowait
+    for (int64_t pass = 0; pass < num_passes; ++pass) {
+      const int64_t first_row = pass * pass_rows;
+      const int64_t rows = num_rows - first_row < pass_rows ? num_rows - first_row : pass_rows;
+      if (rows <= 0) continue;
+      T* stream = residual + first_row * size;
+      int number = 0;
+      const auto norm = [&](const void* weight) {
+        for (int64_t row = 0; row < rows; ++row)
+          rms_norm_row<T>(stream + row * size, static_cast<const T*>(weight), nullptr, normed + row * size, size, call.eps);
+      };
+      const auto multiply = [&](const LinearCall& product) {
+        multiply_alone(product, multiplier, y, packed, products.next(number), products.next_stop(number));
+        ++number;
+      };
+      if (ends) {
+        multiply(rows_of_call<T>(output, first_row, rows));
+        norm(call.feed_forward_norm);
+        LinearCall first = gate_up, second = down;
+        first.num_rows = second.num_rows = rows;
+        first.x = normed, second.x = first.out = gated, second.out = stream;
+        multiply(first);
+        multiply(second);
+      }
+      if (starts) {
+        norm(call.attention_norm);
+        LinearCall last = rows_of_call<T>(qkv, first_row, rows);
+        last.x = normed;
+        multiply(last);
+      }
+    }
+  }
+}
+
+}  // namespace BATCHLLM_PATH
+}  // namespace batchllm
