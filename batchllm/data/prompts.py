@@ -1,6 +1,6 @@
 """Rows to tokens: templates, the model's chat template and the tokenizer, streamed into the prompt store.
 
-Each prompt is tokenised whole, in batches on all cores. A row that cannot be run gives an error text instead.
+Each prompt gets the tokens of its whole text, in batches on all cores. A row that cannot be run gives an error text instead.
 """
 
 from __future__ import annotations
