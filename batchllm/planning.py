@@ -23,7 +23,7 @@ from batchllm.engine.grammar_tokens import grammar_tokens
 from batchllm.engine.measure import StepLoad, measure_rates
 from batchllm.engine.pool import KvShape
 from batchllm.engine.rehearsal import Form
-from batchllm.engine.sizing import most_blocks, size_engine
+from batchllm.engine.sizing import engine_width, most_blocks, size_engine
 from batchllm.engine.tier_setup import disk_slots, host_slots
 from batchllm.errors import JobError
 from batchllm.job import Job
@@ -234,6 +234,11 @@ class Planner:
             prefix_sharing=self._job.engine.prefix_sharing,
             keep_order=self._job.engine.order == "input",
             max_model_tokens=self._config.max_context,
+            engine=engine_width(
+                self._device,
+                max_step_tokens=self._job.engine.max_step_tokens,
+                max_sequences=self._job.engine.max_sequences,
+            ),
         )
 
     def _engine_facts(self, plan: Plan) -> EngineFacts:

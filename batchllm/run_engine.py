@@ -20,7 +20,7 @@ from batchllm.engine.grammar_tokens import grammar_tokens
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.pool import make_pool
 from batchllm.engine.roofline import run_roofline
-from batchllm.engine.sizing import size_engine
+from batchllm.engine.sizing import engine_width, size_engine
 from batchllm.engine.tier_report import TierReport
 from batchllm.job import Job
 from batchllm.kernels.native.memory import find_memory, release_free_memory
@@ -168,6 +168,11 @@ class StageRunner:
             prefix_sharing=job.engine.prefix_sharing,
             keep_order=job.engine.order == "input",
             max_model_tokens=context,
+            engine=engine_width(
+                self._device,
+                max_step_tokens=job.engine.max_step_tokens,
+                max_sequences=job.engine.max_sequences,
+            ),
         )
         self.unique_prompt_tokens += plan.unique_prompt_tokens
         observer.note(

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchllm import __version__
-from batchllm.data.error_count import ErrorCount, num_failed
+from batchllm.data.error_count import AnsweredRows, ErrorCount, answered_rows
 from batchllm.data.inputs import Input, open_input
 from batchllm.data.openai_output import write_batch_files
 from batchllm.data.outputs import OutputFolder, OutputWriter, make_fingerprint
 from batchllm.data.prompts import Staging
-from batchllm.data.results import query
 from batchllm.data.run_folder import RunFolder, RunRecord
 from batchllm.data.schema import completion_schema
 from batchllm.engine.metrics import RunMetrics
@@ -71,6 +70,8 @@ class _Run:
         self._output = output
         self._started_at = started_at
         self._rows = RowCounts()
+        self._answered = AnsweredRows()  # by earlier runs
+        self._writer: OutputWriter | None = None
         self._runner: StageRunner | None = None
         self._model_files_s = 0.0  # finding and hashing the model's files, loading its tokenizer
 
@@ -128,13 +129,15 @@ class _Run:
         done = done[: source_rows.num_rows]
         rows = self._rows
         rows.total = source_rows.num_rows
+        rows.before = rows.done = int(done.sum())
+        if rows.before:
+            self._answered = answered_rows(self._output.path, below=source_rows.num_rows)
         if self._options.max_error_rate is not None:
             rows.errors = ErrorCount(
                 rate=self._options.max_error_rate,
                 num_rows=source_rows.num_rows,
-                num_failed=num_failed(self._output.path, below=source_rows.num_rows),
+                num_failed=self._answered.failed,
             )
-        rows.before = rows.done = int(done.sum())
         if rows.before:
             observer.note(f"{rows.before} of {source_rows.num_rows} rows are done already")
         finished = bool(done.all())
@@ -177,7 +180,7 @@ class _Run:
             with_token_ids=job.output.token_ids,
             with_logprobs=stages.jobs[-1].sampling.logprobs is not None or source_rows.holds_requests,
         )
-        writer = OutputWriter(self._output, schema=schema, kept=stages.cells, model=source.name)
+        writer = self._writer = OutputWriter(self._output, schema=schema, kept=stages.cells, model=source.name)
         try:
             return all(
                 runner.run(
@@ -196,14 +199,8 @@ class _Run:
         return self._rows.gives_up or self._observer.should_stop()
 
     def _summary(self, rows: Input, model: str, finished: bool) -> RunSummary:
-        runner = self._runner
+        runner, writer, answered = self._runner, self._writer, self._answered
         metrics = RunMetrics() if runner is None else runner.metrics
-        counts = query(
-            "select count(*) filter (not failed) as completed, count(*) filter (failed) as failed "
-            "from (select bool_or(error is not null) as failed from completions "
-            f"where row_index < {rows.num_rows} group by row_index)",
-            self._output.path,
-        ).to_pylist()[0]
         engine_s = metrics.schedule_s + metrics.model_s + metrics.sample_s
         return RunSummary(
             name=self._job.name,
@@ -212,8 +209,8 @@ class _Run:
             finished=finished,
             num_rows=rows.num_rows,
             rows_before=self._rows.before,
-            rows_completed=counts["completed"],
-            rows_failed=counts["failed"],
+            rows_completed=answered.completed + (0 if writer is None else writer.rows_completed),
+            rows_failed=answered.failed + (0 if writer is None else writer.rows_failed),
             wall_s=time.monotonic() - self._started_at,
             load_s=self._model_files_s + (0.0 if runner is None else runner.load_s),
             prompt_tokens=metrics.prompt_tokens,

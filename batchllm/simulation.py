@@ -17,6 +17,7 @@ import torch
 from batchllm.data.inputs import open_input
 from batchllm.data.prompts import Staging, stage_prompts
 from batchllm.engine.pool import KvShape
+from batchllm.engine.sizing import engine_width
 from batchllm.errors import InputError, JobError
 from batchllm.job import Job, parse_size
 from batchllm.models.decoder import dtype_for, kv_dtype_for
@@ -75,6 +76,7 @@ def job_workload(job: Job, *, limit: int | None = None, note: Callable[[str], No
     source = resolve_model(job.model, base_folder=job.folder, say=note)
     config = read_config(source)
     settings = job.engine
+    device = torch.device("cpu" if settings.device == "auto" else settings.device)
     with tempfile.TemporaryDirectory(prefix="batchllm-simulate-") as name:
         folder = Path(name)
         rows = open_input(job, spool_folder=folder, limit=limit)
@@ -95,10 +97,15 @@ def job_workload(job: Job, *, limit: int | None = None, note: Callable[[str], No
                 prefix_sharing=settings.prefix_sharing,
                 keep_order=settings.order == "input",
                 max_model_tokens=config.max_context,
+                engine=engine_width(
+                    device,
+                    max_step_tokens=settings.max_step_tokens,
+                    max_sequences=settings.max_sequences,
+                ),
             )
         finally:
             staging.close()
-    dtype = dtype_for(settings.dtype, torch.device("cpu" if settings.device == "auto" else settings.device))
+    dtype = dtype_for(settings.dtype, device)
     # A replay runs no kernel: what the reference can keep, it can count.
     kv_dtype = kv_dtype_for(settings.kv.dtype, dtype=dtype, kernels=REFERENCE)
     shape = KvShape.of(config, kv_dtype)

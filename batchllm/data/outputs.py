@@ -134,7 +134,9 @@ class OutputWriter:
         limits: PartLimits | None = None,
     ) -> None:
         """`schema` from `completion_schema`; `model` is the name that the rows carry."""
-        self.num_rows_written = 0
+        self.rows_completed = 0
+        """Input rows in the parts written so far, without an error; once closed, all."""
+        self.rows_failed = 0
         self._output = output
         self._schema = schema
         self._kept = kept
@@ -261,7 +263,9 @@ class OutputWriter:
         )
         write_part(table, path, fingerprint=self._output.fingerprint)
         self._number += 1
-        self.num_rows_written += len(rows)
+        failed = {row.row_index for row in rows if row.error is not None}
+        self.rows_failed += len(failed)
+        self.rows_completed += len({row.row_index for row in rows}) - len(failed)
 
 
 def _size_bytes(completion: Completion) -> int:

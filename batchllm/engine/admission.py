@@ -9,6 +9,7 @@ import numpy as np
 
 from batchllm.engine.blocks import num_blocks_for
 from batchllm.engine.holdings import Holdings, WaitingSequence
+from batchllm.engine.pacing import Pacing
 from batchllm.engine.residency import PrefixHit
 from batchllm.engine.scheduled import ScheduledStep
 
@@ -26,11 +27,15 @@ class Admission:
         block_size: int,
         num_positions: int,
         load: Callable[[int], WaitingSequence | None],
+        pacing: Pacing | None = None,
     ) -> None:
-        """`load(position)` reads the sequence at a plan position; None for one that cannot run and was answered already."""
+        """`load(position)` reads the sequence at a plan position; None for one that cannot run and was answered already. `pacing`: how many run
+        at once; None: as many as there is room for.
+        """
         self._holdings = holdings
         self._block_size = block_size
         self._load = load
+        self._pacing = pacing
         self._num_positions = num_positions
         self.next_position = 0
         """The plan position that is read next."""
@@ -53,7 +58,8 @@ class Admission:
         queue = self._deferred
         queue.reverse()
         reserve = self._reserved_growth()
-        while budget > 0 and table.has_room and len(still_deferred) < _LOOKAHEAD:
+        most_running = self._most_running()
+        while budget > 0 and table.num_running < most_running and len(still_deferred) < _LOOKAHEAD:
             sequence = self._next(queue)
             if sequence is None:
                 break
@@ -86,6 +92,8 @@ class Admission:
                 holdings.write(slot, count)
                 budget -= count
             residency.admit(path)
+            if self._pacing is not None:
+                self._pacing.begin(slot, step=holdings.step)
         queue.reverse()
         self._deferred = still_deferred + queue
 
@@ -96,6 +104,8 @@ class Admission:
     def note_finished(self, slots: np.ndarray) -> None:
         """These sequences are done: how much of what they were allowed they took tells what others will take."""
         table = self._holdings.table
+        if self._pacing is not None:
+            self._pacing.finish(slots, step=self._holdings.step)
         self._finished_tokens += int((table.num_tokens[slots] - table.prompt_length[slots]).sum())
         self._finished_allowed += int((table.max_tokens[slots] - table.prompt_length[slots]).sum())
         if self._finished_allowed:
@@ -115,6 +125,16 @@ class Admission:
                 return sequence
             residency.admit(residency.path(position))
         return None
+
+    def _most_running(self) -> int:
+        if self._pacing is None or not self.num_waiting:
+            return self._holdings.table.max_sequences
+        put_back = [*self._deferred, *(sequence for _, sequence in self._preempted)]
+        return self._pacing.most_running(
+            next_position=self.next_position,
+            tokens_put_back=sum(sequence.max_tokens - sequence.tokens.size for sequence in put_back),
+            step=self._holdings.step,
+        )
 
     def _expected_growth(self, sequence: WaitingSequence) -> int:
         allowed = sequence.max_tokens - sequence.tokens.size

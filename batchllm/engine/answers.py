@@ -91,7 +91,7 @@ class Answers:
     def choose(self, hidden: torch.Tensor, slots: np.ndarray, positions: np.ndarray) -> Sampled:
         """A token for each row, as if it stood alone; `positions`: tokens that its sequence has generated before it."""
         # The fused argmax would hide a NaN; the sampler names the row it is in.
-        if self.sampler.all_greedy(slots, positions) and bool(hidden.sum(dtype=torch.float32).isfinite()):
+        if self.sampler.all_greedy(slots, positions) and bool(hidden.sum().isfinite()):
             return Sampled(self._decoder.argmax(hidden).cpu().numpy())
         token_ids = self._forced(slots, wait=True)
         bad_rows: dict[int, str] = {}

@@ -354,12 +354,15 @@ class Engine:
         num_drafted, decode_rows = step.num_drafted, step.num_decode_rows
         prefill_rows = batch.token_ids.size - decode_rows
         seconds = finished_at - tally.started_at
-        if scheduler.drafter is not None and step.num_decode and prefill_rows == 0:
+        reads = batch.plan.reads_of(decode_rows)
+        if scheduler.drafter is not None:
             scheduler.drafter.note_step(
                 # A forced row is one that counts, as if of another sequence.
                 num_sequences=step.num_decode + step.num_forced,
                 num_rows=decode_rows,
                 num_tokens=step.num_decode + step.num_forced + tally.num_accepted,
+                num_reads=reads.num_read,
+                num_prefill=prefill_rows,
                 seconds=seconds,
             )
         if self._prefill_cost is not None:
@@ -367,7 +370,6 @@ class Engine:
                 self._prefill_cost.observe(num_prefill=prefill_rows, seconds=tally.model_s)
             elif prefill_rows == 0 and num_drafted == 0:
                 self._prefill_cost.plain_s.append(tally.model_s)
-        reads = batch.plan.reads_of(decode_rows)
         metrics.num_steps += 1
         metrics.computed_prompt_tokens += prefill_rows
         metrics.drafted_tokens += num_drafted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from batchllm.planner.work import PlanWork
 SHORTEST_S = 0.5
 """Steps that take less together than measuring the machine say nothing of it."""
 
+_TRY_S = 0.01
+"""How long each way to do the same is tried, before the fastest goes on to `_ENOUGH_S`."""
 _ENOUGH_S = 0.05
 _MOST_REPEATS = 8
 _READ_BYTES = 256 << 20
@@ -30,7 +32,7 @@ _ROWS_PER_THREAD = 256
 def run_roofline(work: PlanWork, *, decoder: Decoder, metrics: RunMetrics, max_step_tokens: int) -> Roofline | None:
     """What a run with `metrics` reached of what `work` asks; None where its steps took too little time to tell.
 
-    Measures the machine once a process, which takes some 0.3 s.
+    Measures the machine once a process, which takes some 0.15 s.
     """
     facts = run_facts(metrics, max_step_tokens=max_step_tokens)
     if facts.steps_s < SHORTEST_S:
@@ -68,35 +70,42 @@ def measure_limits(kernels: Kernels, *, dtype: torch.dtype, device: torch.device
 def _product_rate(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> float:
     size = _WEIGHT_SIZE if device.type == "cpu" else 4 * _WEIGHT_SIZE
     num_rows = min(size, _ROWS_PER_THREAD * max(2, torch.get_num_threads())) if device.type == "cpu" else size
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(size, size, generator=generator).to(device, dtype)
-    rows = torch.randn(num_rows, size, generator=generator).to(device, dtype)
+    # Each row is the one above shifted by a number: to draw them all would take longer than the products.
+    values = torch.randn(2 * size, generator=torch.Generator().manual_seed(0)).to(device, dtype).unfold(0, size, 1)
+    weight, rows = values[:size].contiguous(), values[:num_rows].contiguous()
     packed = kernels.pack_linear(weight)
-    flops = 2.0 * num_rows * size * size
-    return flops / min(
-        _best_s(lambda: kernels.linear(rows, packed), device),
-        _best_s(lambda: torch.nn.functional.linear(rows, weight), device),
+    return (
+        2.0
+        * num_rows
+        * size
+        * size
+        / _best_s([lambda: kernels.linear(rows, packed), lambda: torch.nn.functional.linear(rows, weight)], device)
     )
 
 
 def _read_rate(device: torch.device) -> float:
     # Written first: memory that was never written is one page of zeros, which a cache holds.
     values = torch.ones(_READ_BYTES // 4, device=device)
-    return values.nbytes / min(
-        _best_s(values.sum, device),
-        _best_s(lambda: torch.linalg.vector_norm(values), device),
-    )
+    return values.nbytes / _best_s([values.sum, lambda: torch.linalg.vector_norm(values)], device)
 
 
-def _best_s(run: Callable[[], object], device: torch.device) -> float:
-    """The shortest of a few passes: others on the machine can only make one longer."""
-    seconds: list[float] = []
-    while len(seconds) < _MOST_REPEATS and sum(seconds) < _ENOUGH_S:
+def _best_s(ways: Sequence[Callable[[], object]], device: torch.device) -> float:
+    """The shortest of a few passes of any of `ways`: others on the machine can only make one longer."""
+    seconds: list[list[float]] = [[] for _ in ways]
+    for run, passes in zip(ways, seconds, strict=True):
+        _run_for(_TRY_S, run, passes, device)
+    fastest = min(range(len(ways)), key=lambda way: min(seconds[way]))
+    _run_for(_ENOUGH_S, ways[fastest], seconds[fastest], device)
+    return max(min(seconds[fastest]), 1e-9)
+
+
+def _run_for(enough_s: float, run: Callable[[], object], passes: list[float], device: torch.device) -> None:
+    """Adds to `passes`, the seconds of each, until they are enough together."""
+    while len(passes) < _MOST_REPEATS and sum(passes) < enough_s:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         began = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return max(min(seconds), 1e-9)
+        passes.append(time.perf_counter() - began)

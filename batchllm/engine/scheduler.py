@@ -16,6 +16,7 @@ import numpy as np
 from batchllm.engine.admission import Admission
 from batchllm.engine.drafts import Drafter
 from batchllm.engine.holdings import Holdings, KvTiers, SchedulerConfig, WaitingSequence
+from batchllm.engine.pacing import Pacing
 from batchllm.engine.scheduled import ScheduledStep
 from batchllm.planner.plan import Plan
 
@@ -46,8 +47,15 @@ class Scheduler:
         self.pool = self.holdings.pool
         self.residency = self.holdings.residency
         self.table = self.holdings.table
+        pacing = None
+        if plan.width is not None:
+            pacing = Pacing(table=self.table, decode_tokens=plan.decode_tokens, fewest=plan.width.fewest)
         self._admission = Admission(
-            holdings=self.holdings, block_size=config.block_size, num_positions=plan.num_prompts, load=load
+            holdings=self.holdings,
+            block_size=config.block_size,
+            num_positions=plan.num_prompts,
+            load=load,
+            pacing=pacing,
         )
         self._on_preempt = on_preempt
         self.drafter = (

@@ -37,10 +37,6 @@ class SequenceTable:
     def num_running(self) -> int:
         return self.running.size
 
-    @property
-    def has_room(self) -> bool:
-        return bool(self._free)
-
     def add(self, *, position: int, rank: int, tokens: np.ndarray, prompt_length: int, max_tokens: int) -> int:
         """A slot for a sequence whose tokens so far are `tokens` (prompt, and what it generated before a preemption)."""
         slot = self._free.pop()

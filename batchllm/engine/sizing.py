@@ -13,6 +13,7 @@ from batchllm.engine.engine import EngineConfig
 from batchllm.engine.pool import KvShape
 from batchllm.engine.scheduler import Speculation
 from batchllm.errors import JobError
+from batchllm.planner.drain import EngineWidth, Width
 from batchllm.planner.plan import Plan
 
 Auto = Literal["auto"]
@@ -21,6 +22,20 @@ CPU_SEQUENCES, GPU_SEQUENCES = 256, 1024
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 2048, 8192
 _MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
 """Of the memory that is free when the model is loaded, what the pool may take. A CPU's memory is shared with the system's file cache."""
+
+
+_BUSY_SHARE = 16
+"""An engine that runs a sixteenth of its usual sequences is busy: on a CPU these rows fill the tiles of a product."""
+
+
+def engine_width(device: torch.device, *, max_step_tokens: int | Auto, max_sequences: int | Auto) -> EngineWidth:
+    """How wide such an engine is, for `make_plan`. A number of sequences that the job names stays as it is."""
+    usual_sequences, usual_tokens = _usual_sizes(device)
+    most = usual_sequences if max_sequences == "auto" else max_sequences
+    return EngineWidth(
+        Width(most=most, fewest=most // _BUSY_SHARE if max_sequences == "auto" else most),
+        step_tokens=max(usual_tokens, most) if max_step_tokens == "auto" else max_step_tokens,
+    )
 
 
 def size_engine(
@@ -46,9 +61,10 @@ def size_engine(
             f"engine.speculation: {speculation} drafted tokens are not supported on cuda, where a step is launched before the "
             "tokens of the one before are known; leave it at auto, or say off"
         )
-    usual_sequences, usual_tokens = (GPU_SEQUENCES, GPU_STEP_TOKENS) if on_gpu else (CPU_SEQUENCES, CPU_STEP_TOKENS)
-    sequences = usual_sequences if max_sequences == "auto" else max_sequences
-    sequences = max(1, min(sequences, plan.num_prompts))
+    usual_sequences, usual_tokens = _usual_sizes(device)
+    if max_sequences == "auto":
+        max_sequences = usual_sequences if plan.width is None else plan.width.most
+    sequences = max(1, min(max_sequences, plan.num_prompts))
     step_tokens = max(usual_tokens, sequences) if max_step_tokens == "auto" else max_step_tokens
     block_bytes = shape.block_bytes(block_size)
     if kv_bytes == "auto":
@@ -67,6 +83,11 @@ def size_engine(
         speculation="off" if on_gpu else speculation,
         runs_ahead=on_gpu,
     )
+
+
+def _usual_sizes(device: torch.device) -> tuple[int, int]:
+    """Sequences at once and rows of a step."""
+    return (GPU_SEQUENCES, GPU_STEP_TOKENS) if device.type == "cuda" else (CPU_SEQUENCES, CPU_STEP_TOKENS)
 
 
 def _widest_blocks(plan: Plan, max_sequences: int, max_context: int, block_size: int) -> int:

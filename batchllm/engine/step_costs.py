@@ -1,6 +1,13 @@
-"""What the steps of a run cost, by their number of rows, and whether drafting has paid so far."""
+"""What the steps of a run cost, by their sequences and rows, and whether drafting has paid so far.
+
+A decoding sequence costs a step the read of its keys and values and the products of its row; a row that is drafted beside it costs the products
+only. So a step is taken to cost something fixed, something a row and something a token that attention reads, and what its number of rows is
+worth beside that straight line: products come in tiles. All of it is fitted to the steps of the run.
+"""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 
@@ -9,48 +16,149 @@ _EDGES = np.array(
 )
 """Greatest number of rows of each bucket, finer where a row more or less shows."""
 
-_NUM_KEPT = 9
+_NUM_KEPT, _FEWEST_KNOWN = 9, 2
+_OLD_STEPS = 1000
+"""A machine's speed drifts: what was seen so many steps ago says nothing."""
+
+_SHORTER = 0.3
+"""Quantile of the steps of a size that counts."""
+
+_FAR = 1.6
+"""Times what is expected: a step that took so long was disturbed, unless the next one is so too."""
+
+_MOST_BETWEEN = 8
+"""Steps between two fits, at most; the first ones come after each step."""
+
+_PRIOR_WEIGHT = 0.5
+"""Of what prompt rows cost as a guess of what a row costs, beside one observed step. It decides where sequences and rows went hand in hand."""
+
 _MOST_LOSS = 0.01
 """Share of the decoding time that drafting may lose while it learns that it does not pay here."""
 
+_NUM_COMPARED = 3
+"""Steps with drafts of which the middle one counts: what disturbs the machine for one step is no loss by drafts."""
+
+_PROMPT_STEPS = 9
+
 
 class StepCosts:
-    """Seconds of steps that only decode, from the latest ones of each size; a step of unknown size costs as the next known ones say.
+    """Seconds of steps that only decode, from the latest ones of each size.
 
-    The middle one of a few counts, so that a neighbour on the machine shifts nothing for long.
+    Of a few one of the shorter counts, so that a neighbour on the machine shifts nothing for long.
     """
 
     def __init__(self) -> None:
-        self._kept = np.full((_EDGES.size, _NUM_KEPT), np.nan)
+        self._seconds = np.full((_EDGES.size, _NUM_KEPT), np.nan)
+        self._rows = np.zeros((_EDGES.size, _NUM_KEPT))
+        self._reads = np.zeros((_EDGES.size, _NUM_KEPT))
+        self._seen_at = np.zeros((_EDGES.size, _NUM_KEPT), dtype=np.int64)
         self._count = np.zeros(_EDGES.size, dtype=np.int64)
-        self._median = np.full(_EDGES.size, np.nan)
+        self._num_observed = self._num_fitted = 0
+        self._line = np.zeros(3)
+        self._known_rows = np.zeros(1)
+        self._known_ratio = np.ones(1)
+        self._prompt_rows_s: list[float] = []
+        self._reads_each = 0.0
+        self._was_far = False
         self._total_s = 0.0
         self._balance_s = 0.0
+        self._gains_s: list[float] = []
 
-    def observe(self, *, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """A step of `num_sequences` sequences with `num_rows` rows, of which `num_tokens` gave a token that counts."""
-        if num_rows > num_sequences:
-            plain = float(self.seconds(np.array([num_sequences]))[0])
-            # What the same tokens had cost without drafts. Gains are not saved up for later losses.
-            self._balance_s += plain * num_tokens / num_sequences - seconds
-            self._balance_s = min(self._balance_s, _MOST_LOSS * self._total_s)
+    def observe(self, *, num_sequences: int, num_rows: int, num_tokens: int, num_reads: int, seconds: float) -> None:
+        """A step of `num_sequences` sequences with `num_rows` rows, of which `num_tokens` gave a token that counts; `num_reads`: tokens whose
+        keys and values it read.
+        """
+        if num_rows > num_sequences and self._num_observed:
+            self._count_gain(num_sequences=num_sequences, num_tokens=num_tokens, num_reads=num_reads, seconds=seconds)
         self._total_s += seconds
+        self._reads_each = num_reads / num_sequences
+        if self._is_disturbed(num_rows=num_rows, num_reads=num_reads, seconds=seconds):
+            return
         bucket = min(int(np.searchsorted(_EDGES, num_rows)), _EDGES.size - 1)
-        self._kept[bucket, self._count[bucket] % _NUM_KEPT] = seconds
+        place = bucket, self._count[bucket] % _NUM_KEPT
+        self._seconds[place], self._rows[place], self._reads[place] = seconds, num_rows, num_reads
+        self._num_observed += 1
+        self._seen_at[place] = self._num_observed
         self._count[bucket] += 1
-        self._median[bucket] = np.nanmedian(self._kept[bucket])
+        if self._num_observed - self._num_fitted >= min(self._num_fitted // 8 + 1, _MOST_BETWEEN):
+            self._fit()
+
+    def observe_prompts(self, *, num_rows: int, seconds: float) -> None:
+        """A step mostly of prompt rows."""
+        self._prompt_rows_s = [*self._prompt_rows_s[1 - _PROMPT_STEPS :], seconds / num_rows]
 
     @property
     def may_draft(self) -> bool:
-        """Whether a plain step is known to compare with, and drafting has not lost more than it may."""
-        return bool(self._count.any()) and self._balance_s >= -_MOST_LOSS * self._total_s
+        """Whether plain steps are known to compare with, and drafting has not lost more than it may."""
+        return self._num_observed >= _FEWEST_KNOWN and self._balance_s >= -_MOST_LOSS * self._total_s
 
-    def seconds(self, num_rows: np.ndarray) -> np.ndarray:
-        """float64, as `num_rows`: expected seconds, never less for more rows. Beyond the largest known size it costs as much as there.
-
-        At least one step was observed.
+    def seconds(self, num_rows: np.ndarray, *, num_sequences: int) -> np.ndarray:
+        """float64, as `num_rows`, which ascend: expected seconds of steps with so many rows of `num_sequences` sequences, never less for more
+        rows. At least one step was observed.
         """
-        known = np.flatnonzero(self._count)
-        values = np.maximum.accumulate(self._median[known])
-        buckets = np.minimum(np.searchsorted(_EDGES, num_rows), _EDGES.size - 1)
-        return np.interp(_EDGES[buckets], _EDGES[known], values)
+        return self._expected(num_rows, num_sequences * self._reads_each)
+
+    def _expected(self, num_rows: np.ndarray, num_reads: float) -> np.ndarray:
+        fixed, row, read = self._line
+        line = fixed + row * num_rows + read * num_reads
+        return np.maximum.accumulate(line * np.interp(num_rows, self._known_rows, self._known_ratio))
+
+    def _is_disturbed(self, *, num_rows: int, num_reads: int, seconds: float) -> bool:
+        """Whether a step took far longer than expected and the one before it did not: twice in turn it is what steps take now."""
+        if not self._num_observed:
+            return False
+        was_far, self._was_far = self._was_far, seconds > _FAR * self._expected(np.array([num_rows]), num_reads)[0]
+        return bool(self._was_far and not was_far)
+
+    def _count_gain(self, *, num_sequences: int, num_tokens: int, num_reads: int, seconds: float) -> None:
+        """What the same tokens had cost without drafts, less what they cost. Gains are not saved up for later losses."""
+        plain = float(self._expected(np.array([num_sequences]), num_reads)[0])
+        gain = plain * num_tokens / num_sequences - seconds
+        self._gains_s = [*self._gains_s[1 - _NUM_COMPARED :], gain]
+        self._balance_s += sorted(self._gains_s)[len(self._gains_s) // 2]
+        self._balance_s = min(self._balance_s, _MOST_LOSS * self._total_s)
+
+    def _fit(self) -> None:
+        """The straight line and, by size, how far the middle step lies from it."""
+        self._num_fitted = self._num_observed
+        is_used = np.isfinite(self._seconds) & (self._seen_at > self._num_observed - _OLD_STEPS)
+        seconds, rows, reads = self._seconds[is_used], self._rows[is_used], self._reads[is_used]
+        # Shares of each step's own seconds, so that wide steps do not outweigh narrow ones.
+        features = np.stack([np.ones(rows.size), rows, reads], axis=1) / seconds[:, None]
+        prior = min(self._prompt_rows_s, default=0.0)
+        scale = _PRIOR_WEIGHT * float(features[:, 1].mean()) if self._prompt_rows_s else 0.0
+        features = np.concatenate([features, [[0.0, scale, 0.0]]])
+        wanted = np.append(np.ones(rows.size), scale * prior)
+        line = _least_squares(features, wanted)
+        # Once more without what lies far off.
+        error = np.abs(features @ line - wanted)
+        is_near = error <= 3 * max(float(np.median(error[:-1])), 0.01)
+        is_near[-1] = True
+        self._line = _least_squares(features[is_near], wanted[is_near])
+        expected = self._line[0] + self._line[1] * self._rows + self._line[2] * self._reads
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(is_used, self._seconds / expected, np.nan)
+        known = np.flatnonzero(is_used.any(axis=1))
+        num = is_used[known].sum(axis=1)
+        # What disturbs a step makes it longer, so the shorter ones tell.
+        middle = np.nanquantile(ratio[known], _SHORTER, axis=1, method="lower")
+        # One step that is far off says less than several.
+        self._known_ratio = middle ** (num / (num + 1))
+        self._known_rows = np.nanmean(np.where(is_used, self._rows, np.nan)[known], axis=1)
+
+
+def _least_squares(features: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Least squares with no negative coefficient, by trying every subset of the three features."""
+    scale = np.maximum(np.abs(features).max(axis=0), 1e-30)
+    product, target = (features / scale).T @ (features / scale), (features / scale).T @ wanted
+    best, best_gain = np.zeros(3), 0.0
+    for size in range(1, 4):
+        for chosen in map(list, itertools.combinations(range(3), size)):
+            part = product[np.ix_(chosen, chosen)] + 1e-9 * np.eye(size)
+            solution = np.linalg.solve(part, target[chosen])
+            # By so much it lowers the sum of squares.
+            gain = float(target[chosen] @ solution)
+            if (solution >= 0).all() and gain > best_gain * (1 + 1e-9):
+                best, best_gain = np.zeros(3), gain
+                best[chosen] = solution
+    return best / scale

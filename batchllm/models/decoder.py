@@ -168,7 +168,8 @@ class Decoder:
                 query, kv, layer=number, plan=plan, scale=self._scale, kv_scale=self._kv_scale
             ).flatten(1)
             if number == last:
-                residual, attended = residual[sample_rows], attended[sample_rows]
+                # A fifth of the time of `[sample_rows]`, which is meant for more.
+                residual, attended = (rows.index_select(0, sample_rows) for rows in (residual, attended))
                 kernels.between_attention(residual, eps=eps, attended=attended, end=layer.end)
             else:
                 query = kernels.between_attention(

@@ -14,6 +14,7 @@ from batchllm.models.declared_tokens import DeclaredTokens
 from batchllm.models.gguf_tokenizer import gguf_tokenizer
 from batchllm.models.huggingface_tokenizer import huggingface_tokenizer
 from batchllm.models.source import ModelSource
+from batchllm.models.text_pieces import can_cut, cut_texts
 from batchllm.models.token_bytes import strips_leading_space, token_bytes
 
 
@@ -56,6 +57,7 @@ class Tokenizer:
         self.token_bytes: list[bytes] = token_bytes(description, vocabulary, vocab_size=self.vocab_size)
         for token_id in self.special_tokens.values():
             self.token_bytes[token_id] = b""
+        self._can_cut = can_cut(description)
         self._with_special = pipeline
         self._without_special = _without_special(pipeline, self.special_tokens)
         # The unknown token is what a vocabulary without bytes gives for a strange character: no control.
@@ -68,11 +70,18 @@ class Tokenizer:
         With `allow_special` the text of a control token becomes that token, as chat templates need. Without it such
         text is tokenised like any other, so that data cannot act as control.
         """
-        pipeline = self._with_special if allow_special else self._without_special
-        encoded = pipeline.encode_batch_fast(list(texts), add_special_tokens=False)
-        if allow_special:
-            return [np.array(encoding.ids, dtype=np.int32) for encoding in encoded]
-        return [np.array(self._spelled_out(encoding.ids), dtype=np.int32) for encoding in encoded]
+        if not allow_special:
+            encoded = self._without_special.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [np.array(self._spelled_out(encoding.ids), dtype=np.int32) for encoding in encoded]
+        if not self._can_cut or len(texts) < 2:
+            return self._encode(texts)
+        cut = cut_texts(texts)
+        pieces = self._encode(cut.pieces)
+        return [np.concatenate([pieces[number] for number in numbers]) for numbers in cut.of_text]
+
+    def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encoded = self._with_special.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encoded]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes of a text; control tokens are skipped. May end in half a character."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from batchllm.planner.intervals import interval_max, interval_min
 from batchllm.planner.plan import Plan
+from batchllm.planner.timing import run_in_order
 from batchllm.planner.tree import own_tokens
 
 FRONT_STEPS = 8
@@ -52,9 +52,12 @@ def simulate_demand(plan: Plan, *, max_sequences: int, step_tokens: int, read_ch
     if plan.num_prompts == 0:
         nothing = np.zeros(0)
         return Demand(nothing, nothing, nothing, nothing, nothing, peak_live_tokens=0, num_steps=0.0)
-    prefill_tokens_per_step = max(step_tokens - max_sequences, step_tokens // 2, 1)
-    prefill_steps = plan.computed_tokens / prefill_tokens_per_step
-    admitted, prefilled, finished = _run_in_order(plan, prefill_steps=prefill_steps, max_sequences=max_sequences)
+    admitted, prefilled, finished = run_in_order(
+        computed_tokens=plan.computed_tokens,
+        decode_tokens=plan.decode_tokens,
+        max_sequences=max_sequences,
+        step_tokens=step_tokens,
+    )
 
     tree, place = plan.tree, plan.tree_position
     intervals = {"first": tree.first, "last": tree.last}
@@ -122,24 +125,6 @@ def _by_tree(values: np.ndarray, tree_position: np.ndarray) -> np.ndarray:
     in_tree = np.empty_like(values)
     in_tree[tree_position] = values
     return in_tree
-
-
-def _run_in_order(
-    plan: Plan, *, prefill_steps: np.ndarray, max_sequences: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Step at which the prompt at each plan position is admitted, prefilled and finished."""
-    free_at = [0.0] * max_sequences
-    prefill_clock = 0.0
-    admitted: list[float] = []
-    prefilled: list[float] = []
-    for prefill, generate in zip(prefill_steps.tolist(), plan.decode_tokens.tolist(), strict=True):
-        at = max(free_at[0], prefill_clock)
-        prefill_clock = at + prefill
-        heapq.heapreplace(free_at, prefill_clock + generate)
-        admitted.append(at)
-        prefilled.append(prefill_clock)
-    ready = np.array(prefilled)
-    return np.array(admitted), ready, ready + plan.decode_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,8 @@ def explain(
         reuse_ceiling=plan.reuse_ceiling,
         decode_tokens=plan.total_decode_tokens,
         expected_decode_tokens=int(expected_tokens.sum()),
+        max_sequences=limits.max_sequences,
+        ends_together=plan.width is not None,
         num_nodes=plan.tree.num_nodes,
         histogram=token_histogram(plan.prompt_tokens),
         biggest_nodes=biggest_nodes(plan, store, decode_text=decode_text),

@@ -52,7 +52,7 @@ class Explanation:
 
     `num_prompts` counts every sample of a row, `num_rows` the rows. KV bytes per row are those of one sample.
     `decode_tokens` may be generated, `expected_decode_tokens` are expected, as far as earlier runs tell. `prompt_pairs`: of a computed prompt
-    token and one it attends to. `load`: a level for each number of sequences that run at once. `prediction` None without rates.
+    token and one it attends to. `max_sequences` run at once; `ends_together`: so few, longest first, that they end with the longest row. `load`: a level for each number of sequences that run at once. `prediction` None without rates.
     """
 
     num_rows: int
@@ -64,6 +64,8 @@ class Explanation:
     reuse_ceiling: float
     decode_tokens: int
     expected_decode_tokens: int
+    max_sequences: int
+    ends_together: bool
     num_nodes: int
     histogram: tuple[HistogramBar, ...]
     biggest_nodes: tuple[SharedRun, ...]
@@ -143,6 +145,10 @@ def _prompts(explanation: Explanation) -> list[str]:
         lines.append(
             f"  expected         {explanation.expected_decode_tokens:,} tokens, going by the last run or the labels"
         )
+    lines.append(
+        f"  at once          {explanation.max_sequences:,}"
+        + (", the longest first: so all end together, lengths being certain" if explanation.ends_together else "")
+    )
     most = max((bar.num_prompts for bar in explanation.histogram), default=0)
     for bar in explanation.histogram:
         drawn = "#" * -(-bar.num_prompts * BAR_CHARACTERS // most)

@@ -4,6 +4,8 @@ Siblings (subtrees and single prompts alike) are split at their common ratio of 
 queues, prefill-heavy and decode-heavy. Each queue runs its longest decode first, so that no long decode is left to run
 alone at the end, and the queues are merged in proportion to their work, so that every stretch of the plan carries about
 the same mix. Nothing random; ties keep token order.
+
+Where the longest rows decide when a batch ends, siblings can run in one queue, longest decode first: see `planner/drain`.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from batchllm.planner.tree import NO_NODE, PrefixTree, number_depth_first, own_t
 
 
 def blend_order(
-    tree: PrefixTree, *, prompt_tokens: np.ndarray, decode_tokens: np.ndarray
+    tree: PrefixTree, *, prompt_tokens: np.ndarray, decode_tokens: np.ndarray, longest_first: bool = False
 ) -> tuple[np.ndarray, PrefixTree]:
     """Reorders siblings; returns int64 `[N]`, the old position at each new one, and the tree over the new positions.
 
-    Int `[N]` by old position: `prompt_tokens`, the prompt's length; `decode_tokens`, the most that it may generate.
+    Int `[N]` by old position: `prompt_tokens`, the prompt's length; `decode_tokens`, the most that it may generate. `longest_first`: in one
+    queue, whatever their mix.
     """
     num_nodes, num_prompts = tree.num_nodes, tree.num_prompts
     if num_prompts == 0:
@@ -34,7 +37,10 @@ def blend_order(
     decode = np.concatenate((interval_sum(decode_tokens, **spans), decode_tokens)).astype(np.float64)
     position = np.concatenate((tree.first, np.arange(num_prompts, dtype=np.int64)))
 
-    sibling_order = _sibling_order(parent, prefill=prefill, decode=decode, longest=longest, position=position)
+    if longest_first:
+        sibling_order = np.lexsort((position, -longest, parent))
+    else:
+        sibling_order = _sibling_order(parent, prefill=prefill, decode=decode, longest=longest, position=position)
     offset = np.empty(len(parent), dtype=np.int64)
     offset[sibling_order] = _before_in_family(parent[sibling_order], size[sibling_order])
 

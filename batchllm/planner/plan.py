@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from batchllm.planner.drain import EngineWidth, Ordered, Width, drain_together, ends_by_length
 from batchllm.planner.order import blend_order
 from batchllm.planner.sort import sort_sequences
 from batchllm.planner.store import PromptStore
@@ -21,6 +22,7 @@ class Plan:
     that some earlier position has too, always the one just before. `prompt_tokens` int32 `[N]`: the prompt's length.
     `tree_position` int64 `[N]`: each plan position's place in the tree's own, depth-first order, in which `tree.first`
     and `tree.last` count; the same number unless rows run in input order. `decode_tokens` int32 `[N]`: the most it may generate. A row with several samples is as many prompts.
+    `width`: so many at once end with the longest row, see `planner/drain`; None: as many as the engine can.
     """
 
     order: np.ndarray
@@ -29,6 +31,7 @@ class Plan:
     shared_tokens: np.ndarray
     prompt_tokens: np.ndarray
     decode_tokens: np.ndarray
+    width: Width | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -66,13 +69,15 @@ def make_plan(
     prefix_sharing: bool,
     keep_order: bool = False,
     max_model_tokens: int | None = None,
+    engine: EngineWidth | None = None,
     window_bytes: int = 256 << 20,
 ) -> Plan:
     """Plans all prompts of `store`. Memory stays below about 100 bytes a prompt plus three times `window_bytes`.
 
     `keep_order` runs the rows in the order in which they were staged; what they share is known all the same.
     Without `prefix_sharing` nothing is sorted and the tree is empty. `max_model_tokens`, of prompt and completion, caps
-    what a prompt may generate. Raises OSError if the staged tokens are cut short.
+    what a prompt may generate. `engine`: what runs the plan; where lengths are certain, rows are ordered, and only so many run
+    at once, that the batch ends together. Raises OSError if the staged tokens are cut short.
     """
     if prefix_sharing:
         tokens = sort_sequences(
@@ -83,12 +88,11 @@ def make_plan(
         order = np.arange(len(store.length), dtype=np.int64)
         tree = build_tree(np.zeros(len(order), dtype=np.int32))
     decode_tokens = most_decode_tokens(store, max_model_tokens=max_model_tokens)
-    blended, tree = blend_order(
-        tree,
-        prompt_tokens=store.length[order],
-        decode_tokens=decode_tokens[order],
-    )
-    order = order[blended]
+    rows = {"prompt_tokens": store.length[order], "decode_tokens": decode_tokens[order]}
+    chosen = Ordered(*blend_order(tree, **rows))
+    if engine is not None and not keep_order and all(map(ends_by_length, store.sampling)):
+        chosen = drain_together(tree, usual=chosen, **rows, engine=engine)
+    order, tree = order[chosen.order], chosen.tree
     shared_tokens = shared_with_previous(tree)
     tree_position = np.arange(len(order), dtype=np.int64)
     if keep_order:
@@ -103,6 +107,7 @@ def make_plan(
         shared_tokens=shared_tokens,
         prompt_tokens=store.length[order],
         decode_tokens=decode_tokens[order],
+        width=chosen.width,
     )
 
 

@@ -56,8 +56,9 @@ def sort_sequences(
     descriptor = os.open(tokens_path, os.O_RDONLY)
     try:
         while len(position) > 1:
-            window = _window(len(position), window_bytes=window_bytes, depth=depth)
             index = order[position]
+            longest = int(length[index].max()) - depth
+            window = max(1, min(longest, _window(len(position), window_bytes=window_bytes, depth=depth)))
             key = np.zeros((len(index), 1 + window), dtype=">u4")
             key[:, 0] = group
             _read_windows(descriptor, key, start=offset[index] + depth, count=length[index] - depth)

@@ -49,6 +49,30 @@ def test_a_plan_goes_by_the_tokens_that_the_last_run_had_to_sample(
     assert (before["num_steps"], after["num_steps"]) == (80, 30) and "earlier run" in after["rates_from"]
 
 
+def test_a_batch_whose_lengths_are_certain_is_planned_and_run_to_end_together(
+    tmp_path: Path, write_job: WriteJob, run_cli: Cli
+) -> None:
+    """192 rows, of which the longest takes 64 tokens and all together 2,028, not quite 32 times as many."""
+    lengths = [64] * 6 + [32] * 12 + [16] * 36 + [8] * 68 + [2] * 70
+    rows = [{"text": f"{number:03d} row", "length": length} for number, length in enumerate(lengths)]
+    sampling = {"max_tokens": {"column": "length"}, "ignore_eos": True}
+    job = write_job(tmp_path, rows[::-1], sampling=sampling, engine={"device": "cpu", "dtype": "fp32"})
+    plan = json.loads(run_cli("plan", job, "--json").stdout)
+    assert (plan["max_sequences"], plan["ends_together"], plan["num_steps"]) == (32, True, 64)
+    assert plan["tail_share"] < 0.05
+    assert "at once          32, the longest first: so all end together" in run_cli("plan", job).stdout
+    assert run_cli("run", job, *DATE, "--set", "engine.speculation=off").returncode == 0
+    comparisons = json.loads(run_cli("plan", job, *DATE, "--analyze", "--json").stdout)["comparisons"]
+    steps = next(row for row in comparisons if row["name"] == "steps")
+    # A row that goes on behind a block being written waits a step.
+    assert (steps["predicted"], steps["actual"]) == (64, pytest.approx(66, abs=2))
+    # A stop string may end a row at any token.
+    sampling |= {"stop": ["x"]}
+    job = write_job(tmp_path, rows, sampling=sampling, engine={"device": "cpu", "dtype": "fp32"})
+    plan = json.loads(run_cli("plan", job, "--json").stdout)
+    assert (plan["max_sequences"], plan["ends_together"]) == (192, False)
+
+
 def test_planning_writes_nothing_and_leaves_no_temporary_folder(
     tmp_path: Path, write_job: WriteJob, run_cli: Cli
 ) -> None:

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchllm.data import outputs, parts
+from batchllm.data.error_count import AnsweredRows, answered_rows
 from batchllm.data.kept import KeptRows
 from batchllm.data.lock import RunLock
 from batchllm.data.outputs import OutputFolder, OutputWriter, PartLimits
@@ -120,6 +121,22 @@ def test_samples_of_a_row_are_written_together_or_not_at_all(tmp_path: Path) -> 
     assert rows_of(tmp_path) == [expected(0, 0), expected(0, 1)]
     with open_run(tmp_path, 3) as (_, done):
         assert done.tolist() == [True, False, False]
+
+
+def test_a_writer_counts_the_input_rows_that_its_parts_hold_as_these_do(tmp_path: Path) -> None:
+    with open_run(tmp_path, 10, PartLimits(max_rows=3)) as (writer, _):
+        for row in range(4):
+            writer.add(answer(row, 0), num_samples=2)
+            bad = Completion(row, 1, error="row says no") if row == 2 else answer(row, 1)
+            writer.add(bad, num_samples=2)
+        for row in range(4, 8):
+            writer.add(answer(row))
+        writer.add(answer(8, 0), num_samples=2)
+        writer.add_error(9, "row 9: column 'text' is null")
+        writer.close()
+        counted = answered_rows(tmp_path, below=10)
+        assert (writer.rows_completed, writer.rows_failed) == (counted.completed, counted.failed) == (7, 2)
+    assert answered_rows(tmp_path, below=2) == AnsweredRows(completed=2)
 
 
 def test_logprobs_are_finite_or_null(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ or missing slot is found, whatever the reason.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from batchllm.engine.holdings import KvTiers, SchedulerConfig, WaitingSequence
 from batchllm.engine.scheduler import Scheduler
 from batchllm.engine.sequences import SequenceTable
 from batchllm.engine.step import StepBatch, build_step
+from batchllm.planner.drain import Width
 from batchllm.planner.plan import Plan, make_plan
 from batchllm.prompt import SamplingParams
 
@@ -300,9 +302,12 @@ def machine(
     least_recent: bool = False,
     draft_seed: int | None = None,
     force_seed: int | None = None,
+    is_paced: bool = False,
 ) -> SymbolicMachine:
     store = StagedPrompts(folder, prompts, max_new)
     plan = make_plan(store, prefix_sharing=sharing, keep_order=keep_order)
+    if is_paced:
+        plan = dataclasses.replace(plan, width=Width(most=sequences, fewest=1))
     config = SchedulerConfig(
         block_size=block_size,
         max_step_tokens=budget,
@@ -361,6 +366,7 @@ def test_every_row_reads_its_own_prefix_and_finishes_whatever_the_limits(
         least_recent=data.draw(st.booleans()),
         draft_seed=data.draw(st.integers(0, 1000)) if data.draw(st.booleans()) else None,
         force_seed=data.draw(st.integers(0, 1000)) if data.draw(st.booleans()) else None,
+        is_paced=data.draw(st.booleans()),
     )
     preempt = data.draw(st.lists(st.integers(0, 4), max_size=6))
     for _ in range(3000):

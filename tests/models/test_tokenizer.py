@@ -48,14 +48,14 @@ def oracle(embedded_model: ModelSource) -> Callable[[str], list[int]]:
 
     def word_ids(word: str) -> list[int]:
         if word not in known:
-            parts = [spelling[byte] for byte in word.encode()]
+            # The vocabulary has no token for eight bytes that text can hold: those are lost in the original too, before it merges.
+            parts = [spelling[byte] for byte in word.encode() if spelling[byte] in ids]
             while len(parts) > 1:
                 rank, at = min((ranks.get(pair, len(ranks)), i) for i, pair in enumerate(pairwise(parts)))
                 if rank == len(ranks):
                     break
                 parts[at : at + 2] = [parts[at] + parts[at + 1]]
-            # The vocabulary has no token for eight bytes that text can hold: those are lost in the original too.
-            known[word] = [ids[part] for part in parts if part in ids]
+            known[word] = [ids[part] for part in parts]
         return known[word]
 
     def encode(text: str) -> list[int]:

@@ -13,10 +13,10 @@ from batchllm.prompt import SamplingParams
 
 @pytest.fixture(scope="session")
 def stage_prompts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., PromptStore]]:
-    """A function (prompts, max_tokens=None) -> a finished store in a folder of its own; it closes the store before."""
+    """A function (prompts, max_tokens=None, ignore_eos=False) -> a finished store in a folder of its own; it closes the store before."""
     open_stores: list[PromptStore] = []
 
-    def stage(prompts: list[list[int]], max_tokens: list[int] | None = None) -> PromptStore:
+    def stage(prompts: list[list[int]], max_tokens: list[int] | None = None, ignore_eos: bool = False) -> PromptStore:
         while open_stores:
             open_stores.pop().close()
         store = PromptStore(tmp_path_factory.mktemp("prompts"))
@@ -27,7 +27,8 @@ def stage_prompts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
             lengths=np.array([len(prompt) for prompt in prompts], dtype=np.int32),
             tokens=np.array([token for prompt in prompts for token in prompt], dtype=np.int32),
             sampling_ids=np.array(
-                [store.intern_sampling(SamplingParams(max_tokens=limit)) for limit in limits], dtype=np.int32
+                [store.intern_sampling(SamplingParams(max_tokens=limit, ignore_eos=ignore_eos)) for limit in limits],
+                dtype=np.int32,
             ),
         )
         store.finish()

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchllm.planner.sort import SortedSequences, sort_sequences
+from batchllm.planner import sort
+from batchllm.planner.sort import SortedSequences, _read_windows, sort_sequences
 
 
 def sort_lists(folder: Path, sequences: list[list[int]], *, window_bytes: int = 256 << 20) -> SortedSequences:
@@ -86,3 +87,17 @@ def test_a_truncated_token_file_is_refused(tmp_path: Path) -> None:
     np.arange(10, dtype="<i4").tofile(path)
     with pytest.raises(OSError, match="cut short at byte 40"):
         sort_sequences(path, offset=np.array([0, 5]), length=np.array([5, 6]))
+
+
+def test_a_window_is_no_wider_than_what_is_left_of_the_longest_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: list[int] = []
+
+    def read_windows(descriptor: int, key: np.ndarray, *, start: np.ndarray, count: np.ndarray) -> None:
+        widths.append(key.shape[1] - 1)
+        _read_windows(descriptor, key, start=start, count=count)
+
+    monkeypatch.setattr(sort, "_read_windows", read_windows)
+    sort_lists(tmp_path, [[*range(100), end] for end in range(500)])
+    assert widths == [sort.FIRST_WINDOW, 101 - sort.FIRST_WINDOW]
