@@ -166,14 +166,16 @@ def _attention_kernel(
         num_tiles = tl.where(forks, num_rows * row_tiles, tl.cdiv(num_rows * GROUP, TILE_ROWS))
         tile = local % num_tiles
         first_row = tl.where(forks, tile // row_tiles, 0)
-        num_columns = tl.where(forks, 1, num_rows) * GROUP
-        table = block_table + tl.load(tables + row_start + first_row).to(tl.int64) * table_stride
+        tile = tl.where(forks, tile % row_tiles, tile)
+        row_start += first_row
+        partial = tl.where(partial < 0, partial, partial + first_row)
+        table = block_table + tl.load(tables + row_start).to(tl.int64) * table_stride
         head = (local // num_tiles) % NUM_KV_HEADS
         split = local // (num_tiles * NUM_KV_HEADS)
 
-        flat = tl.where(forks, tile % row_tiles, tile) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-        valid = flat < num_columns
-        row = first_row + flat // GROUP
+        flat = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        valid = flat < tl.where(forks, 1, num_rows) * GROUP
+        row = flat // GROUP
         query_head = head * GROUP + flat % GROUP
         position = tl.load(positions + row_start + row, mask=valid, other=-1)
         last = tl.minimum(position, kv_stop - 1)
