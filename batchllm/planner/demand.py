@@ -46,8 +46,8 @@ def simulate_demand(plan: Plan, *, max_sequences: int, step_tokens: int, read_ch
     """Admits sequences in plan order, `max_sequences` at a time and as many as fit; each generates all it may.
 
     A step computes `step_tokens` tokens: one for each running sequence, prompt tokens with the rest. Neighbours read what they share
-    together as far as it fills chunks of `read_chunk` tokens, and steps of the last chunk. Memory is taken as unlimited, so the peak is what the plan asks
-    for. One pass with a heap, O(N log N).
+    together as far as it fills chunks of `read_chunk` tokens, and steps of the last chunk. Memory is taken as unlimited, so the peak is
+    what the plan asks for. One pass with a heap, O(N log N).
     """
     if plan.num_prompts == 0:
         nothing = np.zeros(0)
@@ -65,9 +65,10 @@ def simulate_demand(plan: Plan, *, max_sequences: int, step_tokens: int, read_ch
     span = tree.end - tree.start
     # In input order those that share are no neighbours, and each reads alone.
     is_tree_order = bool((place == np.arange(len(place))).all())
-    front, node_front = _fronts(plan, read_chunk)
-    together = ((plan.prompt_tokens - own) // read_chunk * read_chunk + front) * is_tree_order
-    node_together = ((tree.end // read_chunk - tree.start // read_chunk) * read_chunk + node_front) * is_tree_order
+    fronts = _fronts(plan, read_chunk)
+    front = fronts.tokens * is_tree_order
+    together = ((plan.prompt_tokens - own) // read_chunk * read_chunk + fronts.of_prompt) * is_tree_order
+    node_together = (tree.end // read_chunk - tree.start // read_chunk) * read_chunk * is_tree_order
     alone = plan.prompt_tokens - together
     node_admitted, node_prefilled = (interval_min(_by_tree(time, place), **intervals) for time in (admitted, prefilled))
     node_finished = interval_max(_by_tree(finished, place), **intervals)
@@ -79,6 +80,8 @@ def simulate_demand(plan: Plan, *, max_sequences: int, step_tokens: int, read_ch
             _Events(time=node_admitted, tokens=span),
             _Events(time=node_prefilled, read=node_together, spared=-node_together),
             _Events(time=node_finished, tokens=-span, read=-node_together, spared=node_together),
+            _Events(time=interval_min(prefilled, **fronts.interval), read=front, spared=-front),
+            _Events(time=interval_max(finished, **fronts.interval), read=-front, spared=front),
             _Events(time=prefilled, sequences=1, read=alone, spared=together),
             _Events(time=finished, sequences=-1, tokens=-own - generated, read=-alone - generated, spared=-together),
         )
@@ -103,21 +106,38 @@ def compact(demand: Demand) -> Demand:
     )
 
 
-def _fronts(plan: Plan, read_chunk: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of the chunk in which its leaf node ends that each prompt reads together with others, and each node for its own prompts.
+@dataclass(frozen=True, slots=True)
+class _Fronts:
+    """Of groups of neighbours that read the front of a chunk together: its `tokens`, and the plan positions `[first, last)` of each group;
+    `of_prompt` int64 `[N]`: the tokens that each prompt reads so, 0 outside a group.
+    """
 
-    As `engine/step` has it: in whole steps, and not where a prompt reads so many chunks alone that it is better left whole.
+    tokens: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    of_prompt: np.ndarray
+
+    @property
+    def interval(self) -> dict[str, np.ndarray]:
+        return {"first": self.first, "last": self.last}
+
+
+def _fronts(plan: Plan, read_chunk: int) -> _Fronts:
+    """Who reads the chunk together in which the leaf node ends, in a plan in the tree's order.
+
+    As `engine/step` has it: in whole steps, neighbours of one node, and not where a prompt reads so many chunks alone that it is better
+    left whole.
     """
     tree, step = plan.tree, max(1, read_chunk // FRONT_STEPS)
-    is_leaf = np.bincount(tree.leaf_node[tree.leaf_node >= 0], minlength=tree.num_nodes) > 1
-    node_front = np.where(is_leaf, tree.end % read_chunk // step * step, 0)
-    front = np.append(node_front, 0)[tree.leaf_node]
-    begins_alone = np.append(tree.end, 0)[tree.leaf_node] < read_chunk
+    leaf = tree.leaf_node
+    end = np.append(tree.end, 0)[leaf].astype(np.int64)
+    front = end % read_chunk // step * step
     num_chunks = -(-(plan.prompt_tokens + plan.decode_tokens) // read_chunk)
-    front = np.where(begins_alone & (num_chunks > 1) & (front <= num_chunks * step), 0, front)
-    used = np.zeros(tree.num_nodes, dtype=bool)
-    used[tree.leaf_node[front > 0]] = True
-    return front, np.where(used, node_front, 0)
+    front = np.where((end < read_chunk) & (num_chunks > 1) & (front <= num_chunks * step), 0, front)
+    joins = (front[1:] > 0) & (front[:-1] > 0) & (leaf[1:] == leaf[:-1])
+    before, behind = np.append(False, joins), np.append(joins, False)
+    first, last = np.flatnonzero(behind & ~before), np.flatnonzero(before & ~behind) + 1
+    return _Fronts(tokens=front[first], first=first, last=last, of_prompt=np.where(before | behind, front, 0))
 
 
 def _by_tree(values: np.ndarray, tree_position: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchllm.planner.demand import compact, simulate_demand
@@ -131,6 +131,8 @@ def test_a_short_shared_run_before_much_that_is_not_is_read_by_each(stage_prompt
     assert read_tokens(80) == pytest.approx(2 * 4 * (87 + 1))
 
 
+# The second reads too many chunks to share a front with the first.
+@example(lengths=[2, 9], heads=[0] * 20, max_sequences=1)
 @settings(max_examples=100, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=20),
