@@ -59,7 +59,7 @@ class KvTarget:
 
 @dataclass(frozen=True, slots=True)
 class RowOperations:
-    """The operations of which a backend's `between_attention` can be put together."""
+    """The operations of which a backend's `between_attention` can be put together: `in_turn` is its meaning."""
 
     rms_norm: Callable[..., torch.Tensor]
     linear_add: Callable[[torch.Tensor, Any, torch.Tensor], None]
@@ -76,7 +76,11 @@ class RowOperations:
         start: LayerStart | None = None,
         target: KvTarget | None = None,
     ) -> torch.Tensor | None:
-        """See `between_attention`."""
+        """The queries [num_rows, num_heads, head_dim] of the layer that starts, None where none does.
+
+        A layer that ends adds to `residual` [num_rows, hidden_size] **in place** what follows from its `attended`
+        [num_rows, num_heads * head_dim]. Between the products rows have residual's dtype.
+        """
         if end is not None:
             assert attended is not None, "a layer ends with what its attention gave"
             self.linear_add(attended, end.output, residual)
@@ -98,35 +102,10 @@ class RowOperations:
         )
 
 
-def between_attention(
-    residual: torch.Tensor,
-    *,
-    eps: float,
-    attended: torch.Tensor | None = None,
-    end: LayerEnd | None = None,
-    start: LayerStart | None = None,
-    target: KvTarget | None = None,
-) -> torch.Tensor | None:
-    """The queries [num_rows, num_heads, head_dim] of the layer that starts, None where none does.
+between_attention = RowOperations(rms_norm, linear_add, linear_silu_mul, linear_rope_write_kv).in_turn
+"""The reference."""
 
-    A layer that ends adds to `residual` [num_rows, hidden_size] **in place** what follows from its `attended`
-    [num_rows, num_heads * head_dim]. Between the products rows have residual's dtype.
-    """
-    return _REFERENCE.in_turn(residual, eps=eps, attended=attended, end=end, start=start, target=target)
-
-
-def between_attention_triton(
-    residual: torch.Tensor,
-    *,
-    eps: float,
-    attended: torch.Tensor | None = None,
-    end: LayerEnd | None = None,
-    start: LayerStart | None = None,
-    target: KvTarget | None = None,
-) -> torch.Tensor | None:
-    """`between_attention` on a GPU, where what one kernel writes is found in the second cache level by the next."""
-    return _TRITON.in_turn(residual, eps=eps, attended=attended, end=end, start=start, target=target)
-
-
-_REFERENCE = RowOperations(rms_norm, linear_add, linear_silu_mul, linear_rope_write_kv)
-_TRITON = RowOperations(rms_norm_triton, linear_add_triton, linear_silu_mul_triton, linear_rope_write_kv_triton)
+between_attention_triton = RowOperations(
+    rms_norm_triton, linear_add_triton, linear_silu_mul_triton, linear_rope_write_kv_triton
+).in_turn
+"""On a GPU, where what one kernel writes is found in the second cache level by the next."""
