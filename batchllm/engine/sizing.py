@@ -23,7 +23,6 @@ CPU_STEP_TOKENS, GPU_STEP_TOKENS = 2048, 8192
 _MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85}
 """Of the memory that is free when the model is loaded, what the pool may take. A CPU's memory is shared with the system's file cache."""
 
-
 _BUSY_SHARE = 16
 """An engine that runs a sixteenth of its usual sequences is busy: on a CPU these rows fill the tiles of a product."""
 

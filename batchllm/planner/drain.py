@@ -32,8 +32,8 @@ _WIDER = 1.125
 """From one width that is tried to the next."""
 
 _STEP_COST = ((0, 0.0), (1, 1.0), (16, 1.4), (32, 1.6), (64, 2.3), (128, 3.4), (256, 5.0))
-"""Seconds of a decoding step by the sequences in it, over those of a step with one; beyond the last as from there on. Rows that share a read of
-the weights: the shape of the curve is what counts, and it was measured on two cores (`docs/log.md`). A GPU's is flatter.
+"""Seconds of a decoding step by the sequences in it, over those of a step with one; beyond the last as from there on. Rows share a read of
+the weights: the shape of the curve is what counts. It is assumed, after steps of earlier kernels on two cores, not measured here; a GPU's is flatter.
 """
 
 

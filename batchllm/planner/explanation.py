@@ -52,7 +52,8 @@ class Explanation:
 
     `num_prompts` counts every sample of a row, `num_rows` the rows. KV bytes per row are those of one sample.
     `decode_tokens` may be generated, `expected_decode_tokens` are expected, as far as earlier runs tell. `prompt_pairs`: of a computed prompt
-    token and one it attends to. `max_sequences` run at once; `ends_together`: so few, longest first, that they end with the longest row. `load`: a level for each number of sequences that run at once. `prediction` None without rates.
+    token and one it attends to. `max_sequences` run at once; `ends_together`: so few, longest first, that they
+    end with the longest row. `load`: a level for each number of sequences that run at once. `prediction` None without rates.
     """
 
     num_rows: int

@@ -82,7 +82,8 @@ struct LinearCall {
 };
 
 // For all rows of `residual` [num_rows, size]: residual += output(attended), then residual += down(silu(gate) * up) of the normed rows, then
-// queries, keys and values of the rows normed again. What `end` and the products' own rows are is left out, and a product without weight.
+// queries, keys and values of the rows normed again. The products' `end`, strides and rows between them are left out. Without weight `output`,
+// and all that ends a layer with it, is left out, and so is `qkv`, with all that begins one.
 struct BetweenAttentionCall {
   void* residual;
   int64_t num_rows, size;

@@ -157,7 +157,7 @@ def test_what_neighbours_read_together_changes_no_bit_of_any_row(
 ) -> None:
     kernels = ops.native_kernels()
     if isinstance(kernels, str):
-        pytest.skip(kernels)
+        pytest.skip(f"needs the native kernels: {kernels}")
     generator = torch.Generator().manual_seed(seed)
     shape = (len(prompts) * (max(map(len, prompts)) // BLOCK_SIZE + 3), 1, 2, 2, BLOCK_SIZE, 64)
     pool = torch.randn(shape, generator=generator).bfloat16()
