@@ -37,7 +37,14 @@ COMPILE_FLAGS = [
 ]
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-ANY_PROCESSOR = ["interface.cpp", "attention_units.cpp", "checksum.cpp", "dequantise.cpp", "path_portable.cpp"]
+ANY_PROCESSOR = [
+    "interface.cpp",
+    "layers.cpp",
+    "attention_units.cpp",
+    "checksum.cpp",
+    "dequantise.cpp",
+    "path_portable.cpp",
+]
 X86_PATHS = {
     "path_avx2.cpp": AVX2_FLAGS,
     "path_avx2_vnni.cpp": [*AVX2_FLAGS, "-mavxvnni"],

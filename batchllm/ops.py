@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from batchllm.kernels import (
     between_attention,
     blocks,
     launch,
+    layers,
     linear,
     norm,
     rope,
@@ -25,6 +26,10 @@ from batchllm.kernels import (
 from batchllm.kernels.attention import AttentionPlan, HeadShape
 from batchllm.kernels.between_attention import KvTarget, LayerEnd, LayerStart
 from batchllm.kernels.floats import FP8_DTYPE
+from batchllm.kernels.layers import Layer
+from batchllm.kernels.native import arguments as native_arguments
+from batchllm.kernels.native import between_attention as native_between_attention
+from batchllm.kernels.native import layers as native_layers
 from batchllm.kernels.native import library as native_library
 from batchllm.kernels.native import operations as native
 from batchllm.kernels.sampling import SamplingBatch
@@ -99,6 +104,20 @@ class BetweenAttention(Protocol):
     ) -> torch.Tensor | None: ...
 
 
+class ToLastAttention(Protocol):
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        layers: Any,
+        *,
+        eps: float,
+        target: KvTarget,
+        plan: AttentionPlan,
+        scale: float,
+        attends_last: bool = True,
+    ) -> torch.Tensor | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """One backend's operations. Signatures and meaning: the reference functions in `kernels/`.
@@ -122,6 +141,8 @@ class Kernels:
     linear_silu_mul: Callable[[torch.Tensor, Any], torch.Tensor]
     linear_rope_write_kv: LinearRopeWriteKv
     between_attention: BetweenAttention
+    pack_layers: Callable[[Sequence[Layer]], Any]
+    to_last_attention: ToLastAttention
     gather_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     scatter_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -146,6 +167,8 @@ REFERENCE = Kernels(
     linear_silu_mul=linear.linear_silu_mul,
     linear_rope_write_kv=linear.linear_rope_write_kv,
     between_attention=between_attention.between_attention,
+    pack_layers=layers.pack_layers,
+    to_last_attention=layers.to_last_attention,
     gather_blocks=blocks.gather_blocks,
     scatter_blocks=blocks.scatter_blocks,
     copy_blocks=blocks.copy_blocks,
@@ -169,6 +192,8 @@ TRITON = Kernels(
     linear_silu_mul=linear.linear_silu_mul_triton,
     linear_rope_write_kv=linear.linear_rope_write_kv_triton,
     between_attention=between_attention.between_attention_triton,
+    pack_layers=layers.pack_layers,
+    to_last_attention=layers.to_last_attention_triton,
     gather_blocks=blocks.gather_blocks_triton,
     scatter_blocks=blocks.scatter_blocks_triton,
     copy_blocks=blocks.copy_blocks_triton,
@@ -198,7 +223,9 @@ def native_kernels() -> Kernels | str:
         pack_linear_gated=native.pack_linear_gated,
         linear_silu_mul=native.linear_silu_mul,
         linear_rope_write_kv=native.linear_rope_write_kv,
-        between_attention=native.between_attention,
+        between_attention=native_between_attention.between_attention,
+        pack_layers=native_layers.pack_layers,
+        to_last_attention=native_layers.to_last_attention,
         gather_blocks=native.gather_blocks,
         scatter_blocks=native.scatter_blocks,
         copy_blocks=native.copy_blocks,
@@ -223,8 +250,8 @@ def select_kernels(device: torch.device, *, head_dim: int | None = None) -> Kern
             raise JobError(f"{ENVIRONMENT_VARIABLE}=triton: {reason}; the job's device is {device}")
     try:
         native_or_reason = native_kernels() if device.type == "cpu" else f"not for {device.type}"
-        if head_dim is not None and (head_dim % 8 or head_dim > native.MAX_HEAD_DIM):
-            native_or_reason = f"head_dim {head_dim} is not a multiple of 8 up to {native.MAX_HEAD_DIM}"
+        if head_dim is not None and (head_dim % 8 or head_dim > native_arguments.MAX_HEAD_DIM):
+            native_or_reason = f"head_dim {head_dim} is not a multiple of 8 up to {native_arguments.MAX_HEAD_DIM}"
     except ValueError as error:
         raise JobError(
             f"{native_library.PATH_VARIABLE}={os.environ.get(native_library.PATH_VARIABLE)}: {error}"

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from batchllm import ops
 from batchllm.kernels.attention import CHUNK, AttentionPlan
 from batchllm.kernels.between_attention import KvTarget, LayerEnd, LayerStart
+from batchllm.kernels.layers import Layer
 from batchllm.kernels.native import library as native_library
 from batchllm.kernels.native.memory import advise_huge_pages
 
@@ -244,13 +245,13 @@ def measure_int8(kernels: ops.Kernels, *, passes: int) -> dict[str, dict[str, fl
     return result
 
 
-def make_layers(kernels: ops.Kernels) -> list[tuple[LayerStart, LayerEnd]]:
+def make_layers(kernels: ops.Kernels) -> list[Layer]:
     def weight(out_size: int, in_size: int) -> torch.Tensor:
         return (torch.randn(out_size, in_size) / in_size**0.5).bfloat16()
 
     norm = torch.ones(HIDDEN).bfloat16()
     return [
-        (
+        Layer(
             LayerStart(norm=norm, qkv=kernels.pack_linear(weight((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, HIDDEN))),
             LayerEnd(
                 output=kernels.pack_linear(weight(HIDDEN, NUM_HEADS * HEAD_DIM)),
@@ -276,29 +277,24 @@ def measure_step(kernels: ops.Kernels, *, num_sequences: int, context: int, pass
     plan = make_plan(positions, table, items)
     layers, vocabulary = make_layers(kernels), kernels.pack_linear(torch.randn(VOCABULARY, HIDDEN).bfloat16())
     cos_sin = torch.randn(context + 1, HEAD_DIM).sin()
-    targets = [KvTarget(cos_sin, pool, number, positions, slots, NUM_HEADS) for number in range(NUM_LAYERS)]
+    target, packed = KvTarget(cos_sin, pool, 0, positions, slots, NUM_HEADS), kernels.pack_layers(layers)
     embedded = torch.randn(num_sequences, HIDDEN).bfloat16()
     random_query = torch.randn(num_sequences, NUM_HEADS, HEAD_DIM).bfloat16()
     gated = torch.randn(num_sequences, FEED_FORWARD).bfloat16()
 
     def step() -> None:
         hidden = embedded.clone()
-        query = kernels.between_attention(hidden, eps=1e-5, start=layers[0][0], target=targets[0])
-        for number, (_, end) in enumerate(layers):
-            attended = kernels.attention(query, pool, layer=number, plan=plan, scale=HEAD_DIM**-0.5).flatten(1)
-            following = {}
-            if number + 1 < NUM_LAYERS:
-                following = {"start": layers[number + 1][0], "target": targets[number + 1]}
-            query = kernels.between_attention(hidden, eps=1e-5, attended=attended, end=end, **following)
-        kernels.linear_argmax(kernels.rms_norm(hidden, layers[0][0].norm, eps=1e-5), vocabulary)
+        attended = kernels.to_last_attention(hidden, packed, eps=1e-5, target=target, plan=plan, scale=HEAD_DIM**-0.5)
+        kernels.between_attention(hidden, eps=1e-5, attended=attended, end=layers[-1].end)
+        kernels.linear_argmax(kernels.rms_norm(hidden, layers[0].start.norm, eps=1e-5), vocabulary)
 
     def products() -> None:
         # The plain ends, so that the fused ones count as everything else.
-        for start, end in layers:
-            kernels.linear(embedded, start.qkv)
-            kernels.linear(embedded, end.output)
-            kernels.linear(embedded, end.gate_up)
-            kernels.linear(gated, end.down)
+        for layer in layers:
+            kernels.linear(embedded, layer.start.qkv)
+            kernels.linear(embedded, layer.end.output)
+            kernels.linear(embedded, layer.end.gate_up)
+            kernels.linear(gated, layer.end.down)
         kernels.linear_argmax(embedded, vocabulary)
 
     times = best_times(

@@ -1,15 +1,14 @@
 """The decoder of the Llama family over paged KV: one forward pass for any mix of prefill and decode rows.
 
-Per layer: RMSNorm, fused QKV, RoPE with KV write, attention over the plan's work items, output projection, the feed-forward part. What
-lies between two attentions is one operation. The residual stream is one tensor that both projections add into. All operations come from
-one `Kernels`.
+Per layer: RMSNorm, fused QKV, RoPE with KV write, attention over the plan's work items, output projection, the feed-forward part. All
+layers up to the last one's attention are one operation. The residual stream is one tensor that both projections add into. All operations
+come from one `Kernels`.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from batchllm.errors import JobError, ModelError
 from batchllm.kernels.attention import AttentionPlan, HeadShape
 from batchllm.kernels.between_attention import KvTarget, LayerEnd, LayerStart
 from batchllm.kernels.floats import FP8_DTYPE
+from batchllm.kernels.layers import Layer
 from batchllm.models.config import ModelConfig
 from batchllm.models.kv_scales import kv_scales
 from batchllm.models.rope_table import rope_table
@@ -33,14 +33,6 @@ PARTS = frozenset({"qkv", "output", "gate_up", "down", "head"})
 
 INT8_PARTS = frozenset({"qkv", "output", "gate_up", "head"})
 """The products that `engine.weights: int8` rounds; see docs/performance.md for what each costs in quality."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One layer's weights; the four products in the backend's packed form."""
-
-    start: LayerStart
-    end: LayerEnd
 
 
 class Decoder:
@@ -99,12 +91,12 @@ class Decoder:
         """None: the head's rows are the tokens'."""
         self._final_norm = load("final_norm")
         self._cos_sin = rope_table(config, num_positions=config.max_context, device=device)
-        self._layers: list[_Layer] = []
+        self._layers: list[Layer] = []
         for number in range(config.num_layers):
             prefix = f"layers.{number}."
             biases = tuple(prefix + part for part in ("q_bias", "k_bias", "v_bias")) if config.qkv_bias else ()
             self._layers.append(
-                _Layer(
+                Layer(
                     start=LayerStart(
                         norm=load(prefix + "attn_norm"),
                         qkv=pack("qkv", prefix + "q", prefix + "k", prefix + "v", biases=biases),
@@ -117,7 +109,7 @@ class Decoder:
                     ),
                 )
             )
-
+        self._packed_layers = kernels.pack_layers(self._layers)
         plain, rounded = num_weights
         self.bytes_per_weight = (plain * dtype.itemsize + rounded) / (plain + rounded)
         """Of the products' weights, on average: int8 ones take one."""
@@ -133,6 +125,7 @@ class Decoder:
         shorter = copy.copy(self)
         shorter.config = dataclasses.replace(self.config, num_layers=num_layers)
         shorter._layers = self._layers[:num_layers]
+        shorter._packed_layers = self.kernels.pack_layers(shorter._layers)
         return shorter
 
     @torch.no_grad()
@@ -154,32 +147,20 @@ class Decoder:
         kernels, config, eps = self.kernels, self.config, self.config.rms_eps
         plan = kernels.schedule_attention(plan, self._heads)
         residual = kernels.packed_rows(self._head, token_ids) if self._embed is None else self._embed[token_ids]
-        last = config.num_layers - 1
-
-        def target(layer: int) -> KvTarget:
-            return KvTarget(self._cos_sin, kv, layer, positions, slots, config.num_heads, self._kv_scale)
-
-        query = kernels.between_attention(residual, eps=eps, start=self._layers[0].start, target=target(0))
-        for number, layer in enumerate(self._layers):
-            if number == last and sample_rows.numel() == 0:
-                return residual[:0]
-            assert query is not None
-            attended = kernels.attention(
-                query, kv, layer=number, plan=plan, scale=self._scale, kv_scale=self._kv_scale
-            ).flatten(1)
-            if number == last:
-                # A fifth of the time of `[sample_rows]`, which is meant for more.
-                residual, attended = (rows.index_select(0, sample_rows) for rows in (residual, attended))
-                kernels.between_attention(residual, eps=eps, attended=attended, end=layer.end)
-            else:
-                query = kernels.between_attention(
-                    residual,
-                    eps=eps,
-                    attended=attended,
-                    end=layer.end,
-                    start=self._layers[number + 1].start,
-                    target=target(number + 1),
-                )
+        attended = kernels.to_last_attention(
+            residual,
+            self._packed_layers,
+            eps=eps,
+            target=KvTarget(self._cos_sin, kv, 0, positions, slots, config.num_heads, self._kv_scale),
+            plan=plan,
+            scale=self._scale,
+            attends_last=sample_rows.numel() > 0,
+        )
+        if attended is None:
+            return residual[:0]
+        # A fifth of the time of `[sample_rows]`, which is meant for more.
+        residual, attended = (rows.index_select(0, sample_rows) for rows in (residual, attended))
+        kernels.between_attention(residual, eps=eps, attended=attended, end=self._layers[-1].end)
         return kernels.rms_norm(residual, self._final_norm, eps=eps)
 
     @torch.no_grad()

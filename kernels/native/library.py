@@ -27,16 +27,14 @@ LIBRARY_FILE = Path(__file__).with_name("libbatchllm_native.so")
 
 _ROPE = (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_int32)
 _LINEAR = (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int32, c_int32)
+_PLAN = (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_int64)
 _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "can_run": ((c_int,), c_int),
     "path": ((), c_int),
     "set_path": ((c_int,), None),
     "num_threads": ((), c_int),
     "attention": (
-        (c_void_p, c_void_p, c_void_p, c_int64, c_int64)
-        + (c_int32,) * 5
-        + (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64)
-        + (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float),
+        (c_void_p, c_void_p, c_void_p, c_int64, c_int64) + (c_int32,) * 5 + (*_PLAN, c_float),
         None,
     ),
     "rms_norm": ((c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int32), None),
@@ -49,6 +47,13 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
         + (c_void_p, c_int64, c_void_p, c_void_p)
         + (c_void_p,) * 5
         + (c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, *_ROPE),
+        None,
+    ),
+    "to_last_attention": (
+        (c_void_p, c_int64, c_int64, c_float, c_int32)
+        + (c_void_p, c_int64, c_int32)
+        + (c_void_p,) * 5
+        + (c_int64, *_ROPE, *_PLAN, c_float),
         None,
     ),
     "copy_blocks": ((c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64), None),
@@ -72,6 +77,7 @@ class Library:
     linear: Any
     linear_rope_write_kv: Any
     between_attention: Any
+    to_last_attention: Any
     copy_blocks: Any
     copy_checksum: Any
     dequantise: Any

@@ -96,6 +96,43 @@ struct BetweenAttentionCall {
   LinearCall qkv;
 };
 
+// A product's weight as NativeLinear has it.
+struct PackedWeight {
+  const void* weight;
+  const float* bias;
+  int64_t in_size, out_size;
+  int32_t weight_type, gated;
+};
+
+struct LayerWeights {
+  const void* attention_norm;
+  PackedWeight qkv, output;
+  const void* feed_forward_norm;
+  PackedWeight gate_up, down;
+};
+static_assert(sizeof(LayerWeights) == 4 * sizeof(PackedWeight) + 16 && sizeof(PackedWeight) == 40, "as layers.py lists them");
+
+// All layers up to the last one's attention, or up to where that would begin. `rope` and `attention` are the first layer's; the next one's keys
+// lie `layer_bytes` further. Rows of one operation for the next are `query` and `attended`, and, where rows do not go through all products
+// between two attentions at once, `normed`, `gated` and `wide`: a product before it is gated or turned.
+struct LayersCall {
+  void* residual;
+  int64_t num_rows, size;
+  float eps;
+  int32_t data_type;
+  const LayerWeights* layers;
+  int64_t num_layers;
+  bool attends_last;
+  void* query;
+  void* attended;
+  void* normed;
+  void* gated;
+  void* wide;
+  int64_t layer_bytes;
+  RopeTarget rope;
+  AttentionCall attention;
+};
+
 struct PathTable {
   void (*attention)(const AttentionCall&);
   void (*linear)(const LinearCall&);
@@ -111,6 +148,9 @@ extern const PathTable kPortableTable;
 extern const PathTable kAvx2Table;
 extern const PathTable kAvx512Table;
 extern const PathTable kAmxTable;
+
+// `linear` takes weights of any type.
+void to_last_attention(const LayersCall& call, const PathTable& table, void (*linear)(const LinearCall&));
 
 // What the paths with dot products of int8 have of their own.
 void linear_int8_avx2_vnni(const LinearCall& call);

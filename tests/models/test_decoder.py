@@ -242,6 +242,19 @@ def test_hidden_rows_come_back_in_the_order_asked_for_and_none_is_allowed(
     torch.testing.assert_close(driver.step([prompt[20:]], num_sampled=19), whole[20:], atol=1e-5, rtol=0)
 
 
+def test_the_first_layers_of_a_decoder_write_what_they_write_in_the_whole(
+    save_tiny: Callable[..., Any], make_driver: Callable[..., Any]
+) -> None:
+    _, source = save_tiny("qwen2")
+    decoder = loaded(source)
+    whole, first = (make_driver(decoder, num_sequences=1, max_tokens=64) for _ in range(2))
+    first.decoder = decoder.cut(2)
+    hidden = [driver.step([list(range(1, 40))]) for driver in (whole, first)]
+    assert torch.equal(whole.kv[:, :2].nan_to_num(), first.kv[:, :2].nan_to_num())
+    assert whole.kv[:, 2].isfinite().any() and first.kv[:, 2].isnan().all()
+    assert not torch.equal(*hidden)
+
+
 def test_logits_of_a_long_prompt_are_made_for_the_sampled_row_only(
     tmp_path: Path, tiny_model: Callable[..., Any], make_driver: Callable[..., Any]
 ) -> None:
