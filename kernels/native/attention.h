@@ -264,6 +264,11 @@ void clear_rows_without_item(const AttentionCall& call) {
 }
 
 template <class Engine>
+const AttentionUnit* units_for(const AttentionCall& call, int64_t* num_units) {
+  return attention_units(call, Engine::forks(call), num_units);
+}
+
+template <class Engine>
 void run_attention(const AttentionCall& call) {
   using T = typename Engine::Number;
   const int width = round_up(call.head_dim, 16);
@@ -272,8 +277,8 @@ void run_attention(const AttentionCall& call) {
   float* memory = static_cast<float*>(scratch(kScratchPartials, sizeof(float) * (num_parts * (width + 2) + 32)));
   const Partials partials = {memory, memory + num_parts * width, memory + num_parts * (width + 1) + 16};
   clear_rows_without_item<T>(call);
-  int64_t num_units = 0;
-  const AttentionUnit* units = attention_units(call, Engine::forks(call), &num_units);
+  int64_t num_units = call.num_units;
+  const AttentionUnit* units = call.units != nullptr ? call.units : units_for<Engine>(call, &num_units);
   const size_t state_floats = (kUnitColumns + kPairColumns) * (width + 2);
   int64_t num_taken = 0;  // units that threads have taken, each one before it needs it
 #pragma omp parallel if (num_units + call.num_merge_rows > 1)

@@ -50,7 +50,7 @@ int64_t chunk_cost(int32_t num_columns, int32_t num_positions) {
 
 }  // namespace
 
-AttentionUnit* attention_units(const AttentionCall& call, bool forks, int64_t* num_units) {
+const AttentionUnit* attention_units(const AttentionCall& call, bool forks, int64_t* num_units) {
   const int32_t group = call.num_heads / call.num_kv_heads;
   auto units_of = [&](int32_t width) {
     int64_t total = 0;

@@ -86,6 +86,32 @@ LinearCall rows_of_call(LinearCall call, int64_t first_row, int64_t num_rows) {
   return call;
 }
 
+// Passes of rows, as many for each thread: neighbours, so that rows stay in one core's caches from operation to operation. Who has done its own
+// takes another's, which is late: its core had other things to do.
+class PassShares {
+ public:
+  PassShares(int64_t num_passes, int threads) : each_(num_passes / threads), threads_(threads) {
+    taken_ = static_cast<int64_t*>(scratch(kScratchBetween, sizeof(int64_t) * kStride * threads));
+    std::memset(taken_, 0, sizeof(int64_t) * kStride * threads);
+  }
+
+  // The calling thread's next pass, or one that does not exist.
+  int64_t take() {
+    for (int i = 0; i < threads_; ++i) {
+      const int owner = (omp_get_thread_num() + i) % threads_;
+      const int64_t number = __atomic_fetch_add(&taken_[owner * kStride], 1, __ATOMIC_RELAXED);
+      if (number < each_) return owner * each_ + number;
+    }
+    return each_ * threads_;
+  }
+
+ private:
+  static constexpr int kStride = 8;  // a cache line
+  int64_t each_;
+  int threads_;
+  int64_t* taken_;
+};
+
 template <class Multiplier>
 void run_between_attention(const BetweenAttentionCall& call) {
   using T = typename Multiplier::Number;
@@ -122,6 +148,7 @@ void run_between_attention(const BetweenAttentionCall& call) {
   const size_t y_bytes = products.y_bytes();
   const size_t rows_bytes = (sizeof(T) * pass_rows * (size + stride) + 63) / 64 * 64;
   const size_t packed_bytes = products.packed_bytes((pass_rows + kBlockRows - 1) / kBlockRows);
+  PassShares shares(num_passes, threads);
 #pragma omp parallel num_threads(threads)
   {
     Multiplier multiplier;
@@ -130,8 +157,7 @@ void run_between_attention(const BetweenAttentionCall& call) {
     T* normed = reinterpret_cast<T*>(memory + y_bytes);
     T* gated = normed + pass_rows * size;
     char* packed = memory + y_bytes + rows_bytes;
-#pragma omp for schedule(static) nowait
-    for (int64_t pass = 0; pass < num_passes; ++pass) {
+    for (int64_t pass = shares.take(); pass < num_passes; pass = shares.take()) {
       const int64_t first_row = pass * pass_rows;
       const int64_t rows = num_rows - first_row < pass_rows ? num_rows - first_row : pass_rows;
       if (rows <= 0) continue;

@@ -81,11 +81,12 @@ void to_last_attention(const LayersCall& call, const PathTable& table, void (*li
   if (call.num_rows == 0) return;
   const Operations operations = {call, table, linear};
   RopeTarget rope = call.rope;
+  AttentionCall attention = call.attention;
+  attention.units = table.attention_units(attention, &attention.num_units);  // the same for each layer
   for (int64_t number = 0; number < call.num_layers; ++number) {
     rope.kv = static_cast<char*>(call.rope.kv) + number * call.layer_bytes;
     operations.between(number > 0 ? &call.layers[number - 1] : nullptr, call.layers[number], rope);
     if (number == call.num_layers - 1 && !call.attends_last) return;
-    AttentionCall attention = call.attention;
     attention.kv = rope.kv;
     table.attention(attention);
   }

@@ -41,6 +41,8 @@ struct AttentionCall {
   int64_t num_merge_rows;
   int64_t num_partials;
   float scale;
+  const struct AttentionUnit* units;  // of these items, from the path's attention_units; null: the call makes them
+  int64_t num_units;
 };
 
 struct WorkItem {
@@ -57,7 +59,7 @@ struct AttentionUnit {
 
 // Longest first. The units lie in the calling thread's scratch. `forks`: whether there may be units with a front; without, each row of an
 // item whose rows go on alone is a unit of its own.
-AttentionUnit* attention_units(const AttentionCall& call, bool forks, int64_t* num_units);
+const AttentionUnit* attention_units(const AttentionCall& call, bool forks, int64_t* num_units);
 
 enum LinearEnd : int32_t { kStore = 0, kAdd = 1, kSiluMul = 2, kRopeWriteKv = 3, kArgmax = 4, kStoreFloat = 5 };
 
@@ -135,6 +137,7 @@ struct LayersCall {
 
 struct PathTable {
   void (*attention)(const AttentionCall&);
+  const AttentionUnit* (*attention_units)(const AttentionCall&, int64_t* num_units);
   void (*linear)(const LinearCall&);
   void (*linear_int8)(const LinearCall&);
   void (*between_attention)(const BetweenAttentionCall&);

@@ -13,6 +13,11 @@ void attention_by_type(const AttentionCall& call) {
   attention(call);
 }
 
+const AttentionUnit* tile_units_by_type(const AttentionCall& call, int64_t* num_units) {
+  if (call.data_type == kBFloat16) return units_for<TileEngine>(call, num_units);
+  return units_by_type(call, num_units);
+}
+
 void linear_by_type(const LinearCall& call) {
   if (call.data_type == kBFloat16) return run_linear<TileMultiplier>(call);
   linear(call);
@@ -27,6 +32,6 @@ void linear_int8_tiles(const LinearCall& call) { linear_int8_by_type<Int8TileMul
 
 }  // namespace amx_path
 
-const PathTable kAmxTable = {amx_path::attention_by_type, amx_path::linear_by_type, amx_path::linear_int8_tiles, amx_path::between_attention_by_type,
+const PathTable kAmxTable = {amx_path::attention_by_type, amx_path::tile_units_by_type, amx_path::linear_by_type, amx_path::linear_int8_tiles, amx_path::between_attention_by_type,
                              amx_path::rms_norm, amx_path::silu_mul, amx_path::rope_write_kv};
 }  // namespace batchllm

@@ -14,6 +14,11 @@ inline void attention(const AttentionCall& call) {
   run_attention<VectorEngine<float>>(call);
 }
 
+inline const AttentionUnit* units_by_type(const AttentionCall& call, int64_t* num_units) {
+  if (call.data_type == kBFloat16) return units_for<VectorEngine<bf16>>(call, num_units);
+  return units_for<VectorEngine<float>>(call, num_units);
+}
+
 inline void linear(const LinearCall& call) {
   if (call.data_type == kBFloat16) return run_linear<VectorMultiplier<bf16>>(call);
   run_linear<VectorMultiplier<float>>(call);
