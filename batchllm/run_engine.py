@@ -20,7 +20,7 @@ from batchllm.engine.grammar_tokens import grammar_tokens
 from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.pool import make_pool
 from batchllm.engine.roofline import run_roofline
-from batchllm.engine.sizing import engine_width, size_engine
+from batchllm.engine.sizing import engine_width, least_tokens, size_engine
 from batchllm.engine.tier_report import TierReport
 from batchllm.job import Job
 from batchllm.kernels.native.memory import find_memory, release_free_memory
@@ -28,6 +28,7 @@ from batchllm.models.decoder import Decoder, dtype_for, int8_parts_for
 from batchllm.models.gguf_file import forget_gguf
 from batchllm.models.source import ModelSource
 from batchllm.models.tokenizer import Tokenizer
+from batchllm.planner.drain import ends_by_length
 from batchllm.planner.plan import Plan, make_plan
 from batchllm.planner.roofline import Roofline
 from batchllm.planner.store import PromptStore
@@ -247,14 +248,19 @@ class StageRunner:
             speculation=settings.speculation,
         )
         kv = make_pool(shape, num_blocks=config.num_blocks, block_size=config.block_size, device=self._device)
-        if self._device.type == "cpu":
-            # More than that a run may not come to write.
+        on_cpu = self._device.type == "cpu"
+        if on_cpu:
             find_memory(kv, num_bytes=plan.unique_prompt_tokens * shape.bytes_per_token)
         if any(params.grammar is not None for params in stage.staging.store.sampling):
             self._tokens_of_grammars(tokenizer)
         if self._decoder is None:
             self._decoder = self._load.wait()
             self.kernels = self._decoder.kernels.name
+        if on_cpu:
+            # Not before the weights' file is closed: both would be the most memory that the run takes.
+            is_certain = all(map(ends_by_length, stage.staging.store.sampling))
+            num_tokens = least_tokens(plan, config, lengths_are_certain=is_certain)
+            find_memory(kv, num_bytes=num_tokens * shape.bytes_per_token)
         self.load_s += time.monotonic() - began
         return Engine(
             decoder=self._decoder,

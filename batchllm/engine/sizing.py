@@ -103,6 +103,18 @@ def _widest_blocks(plan: Plan, max_sequences: int, max_context: int, block_size:
     return num_blocks_for(widest + longest, block_size) + 2 * width + 1
 
 
+def least_tokens(plan: Plan, config: EngineConfig, *, lengths_are_certain: bool) -> int:
+    """Tokens whose keys and values a pool with room for them comes to hold at once, in all likelihood.
+
+    All prompts', and if no row ends before the last one begins, half of as many more as the shortest completion has: the rows that
+    began last have only some when the first ones end, and drafts let some end early.
+    """
+    prompts = plan.unique_prompt_tokens
+    shortest = int(plan.decode_tokens.min()) if plan.num_prompts else 0
+    at_once = plan.num_prompts <= config.max_sequences and prompts <= shortest * config.max_step_tokens
+    return prompts + (plan.num_prompts * shortest // 2 if at_once and lengths_are_certain else 0)
+
+
 def most_blocks(plan: Plan, *, max_context: int, block_size: int) -> int:
     """Blocks that the whole batch would fill if none were ever given back."""
     own = plan.prompt_tokens.astype(np.int64) - plan.shared_tokens

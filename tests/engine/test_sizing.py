@@ -11,7 +11,7 @@ import torch
 from batchllm.engine.engine import EngineConfig
 from batchllm.engine.pool import KvShape
 from batchllm.engine.scheduler import Speculation
-from batchllm.engine.sizing import size_engine
+from batchllm.engine.sizing import least_tokens, size_engine
 from batchllm.errors import JobError
 from batchllm.planner.plan import make_plan
 from batchllm.prompt import SamplingParams
@@ -49,3 +49,23 @@ def test_a_number_of_drafts_is_refused_on_a_gpu_by_name(size: Size) -> None:
     assert size("cpu", 4).speculation == 4
     with pytest.raises(JobError, match=r"engine\.speculation: 4 drafted tokens are not supported on cuda"):
         size("cuda", 4)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "step_tokens", "sequences", "is_certain", "tokens"),
+    [
+        ([4, 4], 16, 2, True, 5 + 2 * 2),
+        ([4, 9], 16, 2, True, 5 + 2 * 2),
+        ([4, 4], 16, 2, False, 5),
+        ([4, 4], 16, 1, True, 5),
+        ([2, 9], 2, 2, True, 5),
+    ],
+    ids=["certain", "as the shortest", "may end early", "one after the other", "ended before the last begins"],
+)
+def test_memory_is_found_for_what_all_rows_hold_at_once(
+    list_prompts, max_tokens, step_tokens, sequences, is_certain, tokens
+):
+    sampling = [SamplingParams(max_tokens=number) for number in max_tokens]
+    plan = make_plan(list_prompts([[1, 2, 3], [4, 5]], sampling), prefix_sharing=True)
+    config = EngineConfig(block_size=4, num_blocks=8, max_step_tokens=step_tokens, max_sequences=sequences)
+    assert least_tokens(plan, config, lengths_are_certain=is_certain) == tokens
