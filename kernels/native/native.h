@@ -135,6 +135,27 @@ struct LayersCall {
   AttentionCall attention;
 };
 
+// What follows the last attention, for the rows `rows` [num_chosen] of `residual` and `attended`: `end`, and the final norm, to `out`. Their
+// copies, `chosen_residual` and `chosen_attended`, are not written where they are all rows, in order: then `residual` itself changes. `normed`,
+// `gated`, `wide`: as in LayersCall, for as many rows as are chosen.
+struct LastRowsCall {
+  void* residual;
+  const void* attended;
+  int64_t num_rows, size;
+  float eps;
+  int32_t data_type;
+  const LayerWeights* end;
+  const int64_t* rows;
+  int64_t num_chosen;
+  void* chosen_residual;
+  void* chosen_attended;
+  const void* norm;
+  void* out;
+  void* normed;
+  void* gated;
+  void* wide;
+};
+
 struct PathTable {
   void (*attention)(const AttentionCall&);
   const AttentionUnit* (*attention_units)(const AttentionCall&, int64_t* num_units);
@@ -154,6 +175,15 @@ extern const PathTable kAmxTable;
 
 // `linear` takes weights of any type.
 void to_last_attention(const LayersCall& call, const PathTable& table, void (*linear)(const LinearCall&));
+// Whether `rows` are rows: else nothing is done.
+bool after_last_attention(const LastRowsCall& call, const PathTable& table, void (*linear)(const LinearCall&));
+
+// Whole blocks of memory, on torch's threads where they are many; a null list of ids counts 0, 1, 2, ...
+void copy_whole(char* to, int64_t to_stride, const int64_t* to_ids, const char* from, int64_t from_stride, const int64_t* from_ids,
+                int64_t count, int64_t num_bytes);
+// Rows `ids` of a plain packed weight of `num_outputs` rows, in words of 4 bytes, `row_words` of them a row. Whether all are rows: else nothing
+// is done.
+bool packed_rows(const uint32_t* weight, uint32_t* out, const int64_t* ids, int64_t num_ids, int64_t num_outputs, int64_t row_words);
 
 // What the paths with dot products of int8 have of their own.
 void linear_int8_avx2_vnni(const LinearCall& call);

@@ -186,10 +186,16 @@ def packed_rows(packed: NativeLinear, ids: torch.Tensor) -> torch.Tensor:
     """Each row lies in words of four bytes, 64 apart: a token takes the reading of its tile, 18 KB for 576 inputs of bfloat16."""
     if packed.gated or packed.weight.dtype == torch.int8:
         raise ValueError("rows are read from plain weights only")
-    words = packed.weight.view(torch.int32).flatten(2)
-    rows = empty_rows((ids.numel(), words.shape[1]), torch.int32)
-    # words[ids // 16, :, ids % 16], which takes no memory to write to.
-    torch.ops.aten.index.Tensor_out(words, [ids // 16, None, ids % 16], out=rows)
+    if ids.dtype != torch.int64:
+        raise ValueError(f"ids: must be int64, are {ids.dtype}")
+    require_contiguous(ids=ids)
+    num_words = packed.weight.shape[1]
+    rows = empty_rows((ids.numel(), num_words), torch.int32)
+    are_rows = library().packed_rows(
+        packed.weight.data_ptr(), rows.data_ptr(), ids.data_ptr(), ids.numel(), packed.out_size, num_words
+    )
+    if not are_rows:
+        raise ValueError(f"ids: must be below {packed.out_size}, are {int(ids.min())} to {int(ids.max())}")
     return rows.view(packed.weight.dtype)[:, : packed.in_size].contiguous()
 
 
