@@ -7,8 +7,6 @@ worth beside that straight line: products come in tiles. All of it is fitted to 
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 
 _EDGES = np.array(
@@ -28,6 +26,9 @@ _FAR = 1.6
 
 _MOST_BETWEEN = 8
 """Steps between two fits, at most; the first ones come after each step."""
+
+_SUBSETS = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1]], dtype=bool)
+"""Of the line's three features, the smaller ones first."""
 
 _PRIOR_WEIGHT = 0.5
 """Of what prompt rows cost as a guess of what a row costs, beside one observed step. It decides where sequences and rows went hand in hand."""
@@ -151,14 +152,13 @@ def _least_squares(features: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Least squares with no negative coefficient, by trying every subset of the three features."""
     scale = np.maximum(np.abs(features).max(axis=0), 1e-30)
     product, target = (features / scale).T @ (features / scale), (features / scale).T @ wanted
+    # What a subset leaves out stands alone in its equations, and is zero.
+    parts = np.where(_SUBSETS[:, :, None] & _SUBSETS[:, None, :], product + 1e-9 * np.eye(3), np.eye(3))
+    solutions = np.linalg.solve(parts, (_SUBSETS * target)[:, :, None])[:, :, 0]
+    # By so much each lowers the sum of squares.
+    gains = np.where((solutions >= 0).all(axis=1), solutions @ target, 0.0)
     best, best_gain = np.zeros(3), 0.0
-    for size in range(1, 4):
-        for chosen in map(list, itertools.combinations(range(3), size)):
-            part = product[np.ix_(chosen, chosen)] + 1e-9 * np.eye(size)
-            solution = np.linalg.solve(part, target[chosen])
-            # By so much it lowers the sum of squares.
-            gain = float(target[chosen] @ solution)
-            if (solution >= 0).all() and gain > best_gain * (1 + 1e-9):
-                best, best_gain = np.zeros(3), gain
-                best[chosen] = solution
+    for solution, gain in zip(solutions, gains.tolist(), strict=True):
+        if gain > best_gain * (1 + 1e-9):
+            best, best_gain = solution, gain
     return best / scale

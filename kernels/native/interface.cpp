@@ -182,11 +182,10 @@ EXPORT void batchllm_to_last_attention(void* residual, int64_t num_rows, int64_t
 }
 
 EXPORT int batchllm_after_last_attention(void* residual, const void* attended, int64_t num_rows, int64_t size, float eps, int32_t data_type,
-                                         const LayerWeights* end, const int64_t* rows, int64_t num_chosen, void* chosen_residual,
-                                         void* chosen_attended, const void* norm, void* out, void* normed, void* gated, void* wide) {
-  return after_last_attention({residual, attended, num_rows, size, eps, data_type, end, rows, num_chosen, chosen_residual, chosen_attended, norm,
-                               out, normed, gated, wide},
-                              table(), run_linear);
+                                         const LayerWeights* end, const int64_t* rows, int64_t num_chosen, const void* norm, void* out,
+                                         void* normed, void* gated, void* wide) {
+  return after_last_attention({residual, attended, num_rows, size, eps, data_type, end, rows, num_chosen, norm, out, normed, gated, wide}, table(),
+                              run_linear);
 }
 
 EXPORT int batchllm_packed_rows(const uint32_t* weight, uint32_t* out, const int64_t* ids, int64_t num_ids, int64_t num_outputs,

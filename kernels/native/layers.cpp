@@ -123,13 +123,16 @@ bool after_last_attention(const LastRowsCall& call, const PathTable& table, void
   RowsBetween between = {table, linear, call.residual, call.num_chosen, call.size, call.eps, call.data_type,
                          call.attended, nullptr, call.normed, call.gated, call.wide};
   if (!are_all(call.rows, call.num_chosen, call.num_rows)) {
-    const auto choose = [&](const void* from, void* to, int64_t size) {
-      const int64_t num_bytes = size * (call.data_type == kBFloat16 ? 2 : 4);
+    const auto choose = [&](const void* from, void* to, int64_t num_bytes) {
       copy_whole(static_cast<char*>(to), num_bytes, nullptr, static_cast<const char*>(from), num_bytes, call.rows, call.num_chosen, num_bytes);
     };
-    choose(call.residual, call.chosen_residual, call.size);
-    choose(call.attended, call.chosen_attended, call.end->output.in_size);
-    between.residual = call.chosen_residual, between.attended = call.chosen_attended;
+    const int64_t number_bytes = call.data_type == kBFloat16 ? 2 : 4;
+    const int64_t row_bytes = call.size * number_bytes, attended_bytes = call.end->output.in_size * number_bytes;
+    const int64_t residual_bytes = (call.num_chosen * row_bytes + 63) / 64 * 64;
+    char* chosen = static_cast<char*>(scratch(kScratchChosen, residual_bytes + call.num_chosen * attended_bytes));
+    choose(call.residual, chosen, row_bytes);
+    choose(call.attended, chosen + residual_bytes, attended_bytes);
+    between.residual = chosen, between.attended = chosen + residual_bytes;
   }
   between.run(call.end, nullptr, {});
   between.norm(call.norm, call.out);

@@ -166,7 +166,7 @@ def to_last_attention(
         attends_last,
         query.data_ptr(),
         attended.data_ptr(),
-        *(rows.data_ptr() for rows in between),
+        *_pointers(between),
         kv.stride(1),
         *rope,
         *plan_arguments(plan),
@@ -194,7 +194,6 @@ def after_last_attention(
     if rows.dtype != torch.int64:
         raise ValueError(f"rows: must be int64, is {rows.dtype}")
     data_type = data_type_of(residual, attended, norm, layers.layers[0].start.norm)
-    chosen = [empty_rows((num_chosen, size), residual.dtype) for size in (layers.size, layers.attended_size)]
     hidden = empty_rows((num_chosen, layers.size), residual.dtype)
     between = _rows_between(layers, num_chosen, residual.dtype)
     are_rows = library().after_last_attention(
@@ -207,10 +206,9 @@ def after_last_attention(
         ctypes.byref(layers.weights[len(layers.layers) - 1]),
         rows.data_ptr(),
         num_chosen,
-        *(copies.data_ptr() for copies in chosen),
         norm.data_ptr(),
         hidden.data_ptr(),
-        *(memory.data_ptr() for memory in between),
+        *_pointers(between),
     )
     if not are_rows:
         raise ValueError(f"rows: must be below {num_rows}, are {rows.tolist()}")
@@ -221,9 +219,13 @@ def _rows_between(
     layers: NativeLayers, num_rows: int, dtype: torch.dtype, *, head_dim: int = 16
 ) -> tuple[torch.Tensor, ...]:
     """Memory for what one operation gives the next, where rows cannot go through all products of a layer at once: normed rows, gated rows,
-    and rows of a product before they are gated or turned. Empty where they can. `head_dim`: of what is turned.
+    and rows of a product before they are gated or turned. None where they can. `head_dim`: of what is turned.
     """
     wide_size = max(layers.ungated_size, layers.qkv_size if head_dim % 16 else 0)
-    is_needed = layers.has_int8 or wide_size > 0
-    sizes = (layers.size, layers.gated_size, wide_size) if is_needed else (0, 0, 0)
-    return tuple(empty_rows((num_rows, size), dtype) for size in sizes)
+    if not layers.has_int8 and wide_size == 0:
+        return ()
+    return tuple(empty_rows((num_rows, size), dtype) for size in (layers.size, layers.gated_size, wide_size))
+
+
+def _pointers(between: tuple[torch.Tensor, ...]) -> tuple[int | None, ...]:
+    return tuple(rows.data_ptr() for rows in between) if between else (None, None, None)

@@ -57,7 +57,7 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
         None,
     ),
     "after_last_attention": (
-        (c_void_p, c_void_p, c_int64, c_int64, c_float, c_int32) + (c_void_p, c_void_p, c_int64) + (c_void_p,) * 7,
+        (c_void_p, c_void_p, c_int64, c_int64, c_float, c_int32) + (c_void_p, c_void_p, c_int64) + (c_void_p,) * 5,
         c_int,
     ),
     "packed_rows": ((c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64), c_int),

@@ -135,9 +135,8 @@ struct LayersCall {
   AttentionCall attention;
 };
 
-// What follows the last attention, for the rows `rows` [num_chosen] of `residual` and `attended`: `end`, and the final norm, to `out`. Their
-// copies, `chosen_residual` and `chosen_attended`, are not written where they are all rows, in order: then `residual` itself changes. `normed`,
-// `gated`, `wide`: as in LayersCall, for as many rows as are chosen.
+// What follows the last attention, for the rows `rows` [num_chosen] of `residual` and `attended`: `end`, and the final norm, to `out`. Where they
+// are all rows, in order, `residual` itself changes, else copies do. `normed`, `gated`, `wide`: as in LayersCall, for the chosen rows.
 struct LastRowsCall {
   void* residual;
   const void* attended;
@@ -147,8 +146,6 @@ struct LastRowsCall {
   const LayerWeights* end;
   const int64_t* rows;
   int64_t num_chosen;
-  void* chosen_residual;
-  void* chosen_attended;
   const void* norm;
   void* out;
   void* normed;
@@ -190,7 +187,7 @@ void linear_int8_avx2_vnni(const LinearCall& call);
 void linear_int8_avx512_vnni(const LinearCall& call);
 
 // 64-byte aligned memory of the calling thread that lives until the thread ends; one use a slot. Aborts when there is none left.
-enum ScratchSlot { kScratchUnits, kScratchCall, kScratchRows, kScratchPartials, kScratchThread, kScratchBetween, kNumScratchSlots };
+enum ScratchSlot { kScratchUnits, kScratchCall, kScratchRows, kScratchPartials, kScratchThread, kScratchBetween, kScratchChosen, kNumScratchSlots };
 void* scratch(ScratchSlot slot, size_t num_bytes);
 
 // Copies `num_bytes`, more than 240, and returns their XXH3 of 64 bits. On the calling thread alone.

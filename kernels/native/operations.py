@@ -196,7 +196,8 @@ def packed_rows(packed: NativeLinear, ids: torch.Tensor) -> torch.Tensor:
     )
     if not are_rows:
         raise ValueError(f"ids: must be below {packed.out_size}, are {int(ids.min())} to {int(ids.max())}")
-    return rows.view(packed.weight.dtype)[:, : packed.in_size].contiguous()
+    rows = rows.view(packed.weight.dtype)
+    return rows if rows.shape[1] == packed.in_size else rows[:, : packed.in_size].contiguous()
 
 
 def _run_linear(x: torch.Tensor, packed: NativeLinear, out: torch.Tensor, end: int) -> torch.Tensor:
