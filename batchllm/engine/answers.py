@@ -21,8 +21,11 @@ from batchllm.prompt import Completion
 _MAX_LOGIT_ROWS = 128
 """Rows whose logits exist at once: 25 MB for a vocabulary of 49,152."""
 
-_EXPONENTS = {torch.bfloat16: (torch.int16, np.int16(0x7F80)), torch.float32: (torch.int32, np.int32(0x7F800000))}
-"""The bits of a number that are all set in NaN and infinity, and as what they are looked at."""
+_INFINITIES = {
+    torch.bfloat16: (torch.int16, np.uint16, 0x7F80, 0xFF80),
+    torch.float32: (torch.int32, np.uint32, 0x7F800000, 0xFF800000),
+}
+"""Integers of a number's size, signed and not, and the bits of infinity and its negative: behind them lie NaN only."""
 
 
 class Answers:
@@ -166,5 +169,6 @@ def _all_finite(hidden: torch.Tensor) -> bool:
     """Whether no row has a NaN or an infinity. On a CPU by the bits, on one core: between two products the other ones sleep."""
     if hidden.device.type != "cpu":
         return bool(hidden.sum().isfinite())
-    words, exponent = _EXPONENTS[hidden.dtype]
-    return bool(((hidden.view(words).numpy() & exponent) != exponent).all())
+    signed, unsigned, infinity, negative = _INFINITIES[hidden.dtype]
+    bits = hidden.view(signed).numpy()
+    return bool(bits.max(initial=0) < infinity and bits.view(unsigned).max(initial=0) < negative)

@@ -283,8 +283,8 @@ class Engine:
         first ones of all sequences at once: without drafts in one go.
         """
         slots, table = batch.sample_slots, self.scheduler.table
-        first = np.flatnonzero(np.append(True, slots[1:] != slots[:-1]))
-        end = np.append(first[1:], slots.size)
+        first = np.flatnonzero(np.concatenate([[True], slots[1:] != slots[:-1]]))
+        end = np.concatenate([first[1:], [slots.size]])
         positions = batch.plan.positions[batch.sample_rows].astype(np.int64) + 1 - table.prompt_length[slots]
         sampled = self._answers.choose(hidden, slots, positions)
         drafted = batch.token_ids[batch.sample_rows]
