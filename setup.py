@@ -40,6 +40,7 @@ AVX512_FLAGS = [*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512v
 ANY_PROCESSOR = [
     "interface.cpp",
     "layers.cpp",
+    "rows.cpp",
     "attention_units.cpp",
     "checksum.cpp",
     "dequantise.cpp",

@@ -118,6 +118,19 @@ class ToLastAttention(Protocol):
     ) -> torch.Tensor | None: ...
 
 
+class AfterLastAttention(Protocol):
+    def __call__(
+        self,
+        residual: torch.Tensor,
+        attended: torch.Tensor,
+        layers: Any,
+        *,
+        rows: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """One backend's operations. Signatures and meaning: the reference functions in `kernels/`.
@@ -143,6 +156,7 @@ class Kernels:
     between_attention: BetweenAttention
     pack_layers: Callable[[Sequence[Layer]], Any]
     to_last_attention: ToLastAttention
+    after_last_attention: AfterLastAttention
     gather_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     scatter_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -169,6 +183,7 @@ REFERENCE = Kernels(
     between_attention=between_attention.between_attention,
     pack_layers=layers.pack_layers,
     to_last_attention=layers.to_last_attention,
+    after_last_attention=layers.after_last_attention,
     gather_blocks=blocks.gather_blocks,
     scatter_blocks=blocks.scatter_blocks,
     copy_blocks=blocks.copy_blocks,
@@ -194,6 +209,7 @@ TRITON = Kernels(
     between_attention=between_attention.between_attention_triton,
     pack_layers=layers.pack_layers,
     to_last_attention=layers.to_last_attention_triton,
+    after_last_attention=layers.after_last_attention_triton,
     gather_blocks=blocks.gather_blocks_triton,
     scatter_blocks=blocks.scatter_blocks_triton,
     copy_blocks=blocks.copy_blocks_triton,
@@ -226,6 +242,7 @@ def native_kernels() -> Kernels | str:
         between_attention=native_between_attention.between_attention,
         pack_layers=native_layers.pack_layers,
         to_last_attention=native_layers.to_last_attention,
+        after_last_attention=native_layers.after_last_attention,
         gather_blocks=native.gather_blocks,
         scatter_blocks=native.scatter_blocks,
         copy_blocks=native.copy_blocks,

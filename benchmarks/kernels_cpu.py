@@ -278,15 +278,16 @@ def measure_step(kernels: ops.Kernels, *, num_sequences: int, context: int, pass
     layers, vocabulary = make_layers(kernels), kernels.pack_linear(torch.randn(VOCABULARY, HIDDEN).bfloat16())
     cos_sin = torch.randn(context + 1, HEAD_DIM).sin()
     target, packed = KvTarget(cos_sin, pool, 0, positions, slots, NUM_HEADS), kernels.pack_layers(layers)
-    embedded = torch.randn(num_sequences, HIDDEN).bfloat16()
+    embedded, rows = torch.randn(num_sequences, HIDDEN).bfloat16(), torch.arange(num_sequences)
     random_query = torch.randn(num_sequences, NUM_HEADS, HEAD_DIM).bfloat16()
     gated = torch.randn(num_sequences, FEED_FORWARD).bfloat16()
 
     def step() -> None:
         hidden = embedded.clone()
         attended = kernels.to_last_attention(hidden, packed, eps=1e-5, target=target, plan=plan, scale=HEAD_DIM**-0.5)
-        kernels.between_attention(hidden, eps=1e-5, attended=attended, end=layers[-1].end)
-        kernels.linear_argmax(kernels.rms_norm(hidden, layers[0].start.norm, eps=1e-5), vocabulary)
+        assert attended is not None, "the last layer attends"
+        hidden = kernels.after_last_attention(hidden, attended, packed, rows=rows, norm=layers[0].start.norm, eps=1e-5)
+        kernels.linear_argmax(hidden, vocabulary)
 
     def products() -> None:
         # The plain ends, so that the fused ones count as everything else.

@@ -194,7 +194,7 @@ class Engine:
         batch = build_step(step, self.scheduler, chunk=CHUNK)
         scheduled_at = time.monotonic()
         self._copy_blocks(step)
-        self._note_reuse(np.unique(batch.sample_slots))
+        self._note_reuse(batch.sample_slots)
         if self._ahead is not None:
             launched = self._ahead.launch(step, batch)
             model_at = time.monotonic()
@@ -226,7 +226,7 @@ class Engine:
     def _note_reuse(self, slots: np.ndarray) -> None:
         """Once an admission: what the sequence did not have to compute, known when its first token is sampled."""
         table, holdings = self.scheduler.table, self.scheduler.holdings
-        for slot in slots[~self._is_noted[slots]]:
+        for slot in set(slots[~self._is_noted[slots]].tolist()):
             record = self.records[int(table.position[slot])]
             cached, restored = int(holdings.cached_tokens[slot]), int(holdings.restored_tokens[slot])
             record.restored_tokens += restored
@@ -283,8 +283,8 @@ class Engine:
         first ones of all sequences at once: without drafts in one go.
         """
         slots, table = batch.sample_slots, self.scheduler.table
-        first = np.flatnonzero(np.append(True, slots[1:] != slots[:-1]))
-        end = np.append(first[1:], slots.size)
+        first = np.flatnonzero(np.concatenate([[True], slots[1:] != slots[:-1]]))
+        end = np.concatenate([first[1:], [slots.size]])
         positions = batch.plan.positions[batch.sample_rows].astype(np.int64) + 1 - table.prompt_length[slots]
         sampled = self._answers.choose(hidden, slots, positions)
         drafted = batch.token_ids[batch.sample_rows]
@@ -312,11 +312,12 @@ class Engine:
                 slots[first[with_drafts]], num_drafted=num_drafted, num_accepted=num_accepted[with_drafts]
             )
             tally.num_accepted = int(num_accepted.sum())
-        unfinished = first[~np.isin(slots[first], done)]
+        unfinished = first[~np.isin(slots[first], done)] if done else first
         completions += self._take_forced(slots[unfinished], positions[unfinished] + 1, done)
         for slot in done:
             self._answers.remove(slot)
-        self.scheduler.finish(np.array(done, dtype=np.int64))
+        if done:
+            self.scheduler.finish(np.array(done, dtype=np.int64))
         return completions
 
     def _take_forced(self, slots: np.ndarray, positions: np.ndarray, done: list[int]) -> list[Completion]:

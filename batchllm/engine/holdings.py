@@ -77,9 +77,13 @@ class Holdings:
             offload=self.offload,
             evict_least_recent=config.evict_least_recent,
         )
-        max_blocks = num_blocks_for(config.max_context, config.block_size)
+        # No sequence grows longer. A step writes to each row: narrow ones lie on fewer pages.
+        most_tokens = plan.prompt_tokens.astype(np.int64) + plan.decode_tokens
+        longest = int(np.minimum(most_tokens, config.max_context).max(initial=1))
         self.table = SequenceTable(
-            max_sequences=config.max_sequences, max_blocks=max_blocks, max_context=config.max_context + 1
+            max_sequences=config.max_sequences,
+            max_blocks=num_blocks_for(longest, config.block_size),
+            max_tokens=longest + 1,
         )
         self.shared_rows_end = np.zeros(config.max_sequences, dtype=np.int32)
         """By slot: rows before this position read KV that other owners share; they must not be written again."""

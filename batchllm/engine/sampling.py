@@ -173,12 +173,12 @@ class Sampler:
 
     def all_greedy(self, slots: np.ndarray, positions: np.ndarray) -> bool:
         """Whether the argmax of the raw logits is all these rows need, so that the engine may skip the logits."""
-        return bool((self.is_free(slots, positions) & (self._columns["temperature"][slots] == 0.0)).all())
+        columns = self._columns[slots]
+        return bool((_are_free(columns, positions) & (columns["temperature"] == 0.0)).all())
 
     def is_free(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """bool `[num_rows]`: rows whose tokens follow from the raw logits and `device_batch`, whatever was generated before."""
-        columns = self._columns[slots]
-        return columns["is_free"] & (positions >= columns["min_tokens"])
+        return _are_free(self._columns[slots], positions)
 
     def device_batch(self, slots: np.ndarray, positions: np.ndarray) -> SamplingBatch | None:
         """What `kernels.sampling.sample` draws these rows with, on the host; None where all are greedy.
@@ -302,6 +302,11 @@ class Sampler:
             place = self._to_device(rows)
             token_ids[place] = draw(logits if len(rows) == len(columns) else logits[place], settings)
         return token_ids
+
+
+def _are_free(columns: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """`Sampler.is_free` of rows with these settings."""
+    return columns["is_free"] & (positions >= columns["min_tokens"])
 
 
 def _set_aside(logits: torch.Tensor, is_bad: torch.Tensor, *, why: str) -> dict[int, str]:

@@ -15,7 +15,7 @@ class SequenceTable:
     Large columns are allocated as zeros, of which the system maps only what is written.
     """
 
-    def __init__(self, *, max_sequences: int, max_blocks: int, max_context: int) -> None:
+    def __init__(self, *, max_sequences: int, max_blocks: int, max_tokens: int) -> None:
         self.max_sequences = max_sequences
         self.position = np.zeros(max_sequences, dtype=np.int64)
         self.rank = np.zeros(max_sequences, dtype=np.int64)
@@ -28,7 +28,7 @@ class SequenceTable:
         self.is_restoring = np.zeros(max_sequences, dtype=bool)
         self.num_blocks = np.zeros(max_sequences, dtype=np.int32)
         self.block_table = np.zeros((max_sequences, max_blocks), dtype=np.int32)
-        self.tokens = np.zeros((max_sequences, max_context), dtype=np.int32)
+        self.tokens = np.zeros((max_sequences, max_tokens), dtype=np.int32)
         self._free = list(range(max_sequences - 1, -1, -1))
         self.running = np.zeros(0, dtype=np.int64)
         """Slots in use, ascending in rank."""
@@ -52,7 +52,7 @@ class SequenceTable:
         self.is_restoring[slot] = False
         self.tokens[slot, : tokens.size] = tokens
         where = int(np.searchsorted(self.rank[self.running], rank))
-        self.running = np.insert(self.running, where, slot)
+        self.running = np.concatenate([self.running[:where], [slot], self.running[where:]])
         return slot
 
     def remove(self, slots: np.ndarray) -> None:

@@ -7,8 +7,6 @@ worth beside that straight line: products come in tiles. All of it is fitted to 
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 
 _EDGES = np.array(
@@ -28,6 +26,9 @@ _FAR = 1.6
 
 _MOST_BETWEEN = 8
 """Steps between two fits, at most; the first ones come after each step."""
+
+_SUBSETS = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1]], dtype=bool)
+"""Of the line's three features, the smaller ones first."""
 
 _PRIOR_WEIGHT = 0.5
 """Of what prompt rows cost as a guess of what a row costs, beside one observed step. It decides where sequences and rows went hand in hand."""
@@ -136,29 +137,28 @@ class StepCosts:
         is_near[-1] = True
         self._line = _least_squares(features[is_near], wanted[is_near])
         expected = self._line[0] + self._line[1] * self._rows + self._line[2] * self._reads
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.where(is_used, self._seconds / expected, np.nan)
         known = np.flatnonzero(is_used.any(axis=1))
-        num = is_used[known].sum(axis=1)
+        is_used, num = is_used[known], is_used[known].sum(axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.sort(np.where(is_used, self._seconds[known] / expected[known], np.nan), axis=1)
         # What disturbs a step makes it longer, so the shorter ones tell.
-        middle = np.nanquantile(ratio[known], _SHORTER, axis=1, method="lower")
+        middle = ratio[np.arange(known.size), (_SHORTER * (num - 1)).astype(np.int64)]
         # One step that is far off says less than several.
         self._known_ratio = middle ** (num / (num + 1))
-        self._known_rows = np.nanmean(np.where(is_used, self._rows, np.nan)[known], axis=1)
+        self._known_rows = np.where(is_used, self._rows[known], 0.0).sum(axis=1) / num
 
 
 def _least_squares(features: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Least squares with no negative coefficient, by trying every subset of the three features."""
     scale = np.maximum(np.abs(features).max(axis=0), 1e-30)
     product, target = (features / scale).T @ (features / scale), (features / scale).T @ wanted
+    # What a subset leaves out stands alone in its equations, and is zero.
+    parts = np.where(_SUBSETS[:, :, None] & _SUBSETS[:, None, :], product + 1e-9 * np.eye(3), np.eye(3))
+    solutions = np.linalg.solve(parts, (_SUBSETS * target)[:, :, None])[:, :, 0]
+    # By so much each lowers the sum of squares.
+    gains = np.where((solutions >= 0).all(axis=1), solutions @ target, 0.0)
     best, best_gain = np.zeros(3), 0.0
-    for size in range(1, 4):
-        for chosen in map(list, itertools.combinations(range(3), size)):
-            part = product[np.ix_(chosen, chosen)] + 1e-9 * np.eye(size)
-            solution = np.linalg.solve(part, target[chosen])
-            # By so much it lowers the sum of squares.
-            gain = float(target[chosen] @ solution)
-            if (solution >= 0).all() and gain > best_gain * (1 + 1e-9):
-                best, best_gain = np.zeros(3), gain
-                best[chosen] = solution
+    for solution, gain in zip(solutions, gains.tolist(), strict=True):
+        if gain > best_gain * (1 + 1e-9):
+            best, best_gain = solution, gain
     return best / scale

@@ -131,7 +131,7 @@ class Stopping:
         """
         columns = self._columns[slots]
         is_late = num_tokens > columns["min_tokens"]
-        ended = is_late & ~columns["ignore_eos"] & np.isin(token_ids, self._eos_ids)
+        ended = is_late & ~columns["ignore_eos"] & (token_ids[:, None] == self._eos_ids).any(axis=1)
         ended |= is_late & (self._stop_ids[slots] == token_ids[:, None]).any(axis=1)
         for row in np.flatnonzero(columns["has_strings"] & ~ended).tolist():
             slot = int(slots[row])

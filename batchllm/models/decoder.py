@@ -1,8 +1,8 @@
 """The decoder of the Llama family over paged KV: one forward pass for any mix of prefill and decode rows.
 
 Per layer: RMSNorm, fused QKV, RoPE with KV write, attention over the plan's work items, output projection, the feed-forward part. All
-layers up to the last one's attention are one operation. The residual stream is one tensor that both projections add into. All operations
-come from one `Kernels`.
+layers up to the last one's attention are one operation, and what follows it, for the sampled rows, is another. The residual stream is one
+tensor that both projections add into. All operations come from one `Kernels`.
 """
 
 from __future__ import annotations
@@ -158,10 +158,9 @@ class Decoder:
         )
         if attended is None:
             return residual[:0]
-        # A fifth of the time of `[sample_rows]`, which is meant for more.
-        residual, attended = (rows.index_select(0, sample_rows) for rows in (residual, attended))
-        kernels.between_attention(residual, eps=eps, attended=attended, end=self._layers[-1].end)
-        return kernels.rms_norm(residual, self._final_norm, eps=eps)
+        return kernels.after_last_attention(
+            residual, attended, self._packed_layers, rows=sample_rows, norm=self._final_norm, eps=eps
+        )
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -84,14 +84,6 @@ void run_linear(const LinearCall& call) {
   table().linear(call);
 }
 
-// Copies whole blocks; a null list of ids counts 0, 1, 2, ...
-void copy_whole(char* to, int64_t to_stride, const int64_t* to_ids, const char* from, int64_t from_stride, const int64_t* from_ids,
-                int64_t count, int64_t num_bytes) {
-#pragma omp parallel for if (count > 1 && count * num_bytes > 65536) schedule(static)
-  for (int64_t i = 0; i < count; ++i)
-    std::memcpy(to + (to_ids != nullptr ? to_ids[i] : i) * to_stride, from + (from_ids != nullptr ? from_ids[i] : i) * from_stride, num_bytes);
-}
-
 }  // namespace
 }  // namespace batchllm
 
@@ -187,6 +179,18 @@ EXPORT void batchllm_to_last_attention(void* residual, int64_t num_rows, int64_t
                       tables, block_table, max_blocks, items, num_items, merge_rows, merge_start, merge_partials, num_merge_rows,
                       num_partials, scale}},
                     table(), run_linear);
+}
+
+EXPORT int batchllm_after_last_attention(void* residual, const void* attended, int64_t num_rows, int64_t size, float eps, int32_t data_type,
+                                         const LayerWeights* end, const int64_t* rows, int64_t num_chosen, const void* norm, void* out,
+                                         void* normed, void* gated, void* wide) {
+  return after_last_attention({residual, attended, num_rows, size, eps, data_type, end, rows, num_chosen, norm, out, normed, gated, wide}, table(),
+                              run_linear);
+}
+
+EXPORT int batchllm_packed_rows(const uint32_t* weight, uint32_t* out, const int64_t* ids, int64_t num_ids, int64_t num_outputs,
+                                int64_t row_words) {
+  return packed_rows(weight, out, ids, num_ids, num_outputs, row_words);
 }
 
 EXPORT void batchllm_copy_blocks(void* to, int64_t to_stride, const int64_t* to_ids, const void* from, int64_t from_stride,

@@ -1,4 +1,4 @@
-"""All layers up to the last one's attention, native: one call, over weights that were checked and listed once."""
+"""A forward pass, native: one call up to the last attention and one behind it, over weights that were checked and listed once."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def to_last_attention(
     )
     query = empty_rows((num_rows, layers.attended_size), residual.dtype)
     attended = empty_rows((num_rows, layers.attended_size), residual.dtype)
-    between = _rows_between(layers, residual, head_dim)
+    between = _rows_between(layers, num_rows, residual.dtype, head_dim=head_dim)
     library().to_last_attention(
         residual.data_ptr(),
         num_rows,
@@ -166,7 +166,7 @@ def to_last_attention(
         attends_last,
         query.data_ptr(),
         attended.data_ptr(),
-        *(rows.data_ptr() for rows in between),
+        *_pointers(between),
         kv.stride(1),
         *rope,
         *plan_arguments(plan),
@@ -175,11 +175,57 @@ def to_last_attention(
     return attended if attends_last else None
 
 
-def _rows_between(layers: NativeLayers, residual: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, ...]:
+def after_last_attention(
+    residual: torch.Tensor,
+    attended: torch.Tensor,
+    layers: NativeLayers,
+    *,
+    rows: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    num_rows, num_chosen = residual.shape[0], rows.numel()
+    require_contiguous(residual=residual, attended=attended, rows=rows, norm=norm)
+    shapes = tuple(residual.shape), tuple(attended.shape), tuple(norm.shape)
+    if shapes != ((num_rows, layers.size), (num_rows, layers.attended_size), (layers.size,)):
+        raise ValueError(
+            f"layers of {layers.size} numbers a row and {layers.attended_size} of attention for residual, attended and norm {shapes}"
+        )
+    if rows.dtype != torch.int64:
+        raise ValueError(f"rows: must be int64, is {rows.dtype}")
+    data_type = data_type_of(residual, attended, norm, layers.layers[0].start.norm)
+    hidden = empty_rows((num_chosen, layers.size), residual.dtype)
+    between = _rows_between(layers, num_chosen, residual.dtype)
+    are_rows = library().after_last_attention(
+        residual.data_ptr(),
+        attended.data_ptr(),
+        num_rows,
+        layers.size,
+        eps,
+        data_type,
+        ctypes.byref(layers.weights[len(layers.layers) - 1]),
+        rows.data_ptr(),
+        num_chosen,
+        norm.data_ptr(),
+        hidden.data_ptr(),
+        *_pointers(between),
+    )
+    if not are_rows:
+        raise ValueError(f"rows: must be below {num_rows}, are {rows.tolist()}")
+    return hidden
+
+
+def _rows_between(
+    layers: NativeLayers, num_rows: int, dtype: torch.dtype, *, head_dim: int = 16
+) -> tuple[torch.Tensor, ...]:
     """Memory for what one operation gives the next, where rows cannot go through all products of a layer at once: normed rows, gated rows,
-    and rows of a product before they are gated or turned. Empty where they can.
+    and rows of a product before they are gated or turned. None where they can. `head_dim`: of what is turned.
     """
     wide_size = max(layers.ungated_size, layers.qkv_size if head_dim % 16 else 0)
-    is_needed = layers.has_int8 or wide_size > 0
-    sizes = (layers.size, layers.gated_size, wide_size) if is_needed else (0, 0, 0)
-    return tuple(empty_rows((residual.shape[0], size), residual.dtype) for size in sizes)
+    if not layers.has_int8 and wide_size == 0:
+        return ()
+    return tuple(empty_rows((num_rows, size), dtype) for size in (layers.size, layers.gated_size, wide_size))
+
+
+def _pointers(between: tuple[torch.Tensor, ...]) -> tuple[int | None, ...]:
+    return tuple(rows.data_ptr() for rows in between) if between else (None, None, None)

@@ -56,6 +56,11 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
         + (c_int64, *_ROPE, *_PLAN, c_float),
         None,
     ),
+    "after_last_attention": (
+        (c_void_p, c_void_p, c_int64, c_int64, c_float, c_int32) + (c_void_p, c_void_p, c_int64) + (c_void_p,) * 5,
+        c_int,
+    ),
+    "packed_rows": ((c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64), c_int),
     "copy_blocks": ((c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64), None),
     "dequantise": ((c_void_p, c_void_p, c_int64, c_int32, c_int32), None),
     "copy_checksum": ((c_void_p, c_void_p, c_int64), c_uint64),
@@ -78,6 +83,8 @@ class Library:
     linear_rope_write_kv: Any
     between_attention: Any
     to_last_attention: Any
+    after_last_attention: Any
+    packed_rows: Any
     copy_blocks: Any
     copy_checksum: Any
     dequantise: Any

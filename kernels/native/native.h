@@ -135,6 +135,24 @@ struct LayersCall {
   AttentionCall attention;
 };
 
+// What follows the last attention, for the rows `rows` [num_chosen] of `residual` and `attended`: `end`, and the final norm, to `out`. Where they
+// are all rows, in order, `residual` itself changes, else copies do. `normed`, `gated`, `wide`: as in LayersCall, for the chosen rows.
+struct LastRowsCall {
+  void* residual;
+  const void* attended;
+  int64_t num_rows, size;
+  float eps;
+  int32_t data_type;
+  const LayerWeights* end;
+  const int64_t* rows;
+  int64_t num_chosen;
+  const void* norm;
+  void* out;
+  void* normed;
+  void* gated;
+  void* wide;
+};
+
 struct PathTable {
   void (*attention)(const AttentionCall&);
   const AttentionUnit* (*attention_units)(const AttentionCall&, int64_t* num_units);
@@ -154,13 +172,22 @@ extern const PathTable kAmxTable;
 
 // `linear` takes weights of any type.
 void to_last_attention(const LayersCall& call, const PathTable& table, void (*linear)(const LinearCall&));
+// Whether `rows` are rows: else nothing is done.
+bool after_last_attention(const LastRowsCall& call, const PathTable& table, void (*linear)(const LinearCall&));
+
+// Whole blocks of memory, on torch's threads where they are many; a null list of ids counts 0, 1, 2, ...
+void copy_whole(char* to, int64_t to_stride, const int64_t* to_ids, const char* from, int64_t from_stride, const int64_t* from_ids,
+                int64_t count, int64_t num_bytes);
+// Rows `ids` of a plain packed weight of `num_outputs` rows, in words of 4 bytes, `row_words` of them a row. Whether all are rows: else nothing
+// is done.
+bool packed_rows(const uint32_t* weight, uint32_t* out, const int64_t* ids, int64_t num_ids, int64_t num_outputs, int64_t row_words);
 
 // What the paths with dot products of int8 have of their own.
 void linear_int8_avx2_vnni(const LinearCall& call);
 void linear_int8_avx512_vnni(const LinearCall& call);
 
 // 64-byte aligned memory of the calling thread that lives until the thread ends; one use a slot. Aborts when there is none left.
-enum ScratchSlot { kScratchUnits, kScratchCall, kScratchRows, kScratchPartials, kScratchThread, kScratchBetween, kNumScratchSlots };
+enum ScratchSlot { kScratchUnits, kScratchCall, kScratchRows, kScratchPartials, kScratchThread, kScratchBetween, kScratchChosen, kNumScratchSlots };
 void* scratch(ScratchSlot slot, size_t num_bytes);
 
 // Copies `num_bytes`, more than 240, and returns their XXH3 of 64 bits. On the calling thread alone.

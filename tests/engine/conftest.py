@@ -39,6 +39,7 @@ class StubDecoder:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     kernels: Kernels = REFERENCE
     poisoned_token: int = -1
+    poison: float = torch.nan
 
     def forward(
         self,
@@ -50,11 +51,12 @@ class StubDecoder:
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
         hidden = torch.stack([token_ids, positions.long()], dim=1)[sample_rows].float()
-        hidden[hidden[:, 0] == self.poisoned_token] = torch.nan
-        return hidden
+        hidden[hidden[:, 0] == self.poisoned_token] = self.poison
+        return hidden.to(self.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         vocabulary = torch.arange(self.config.vocab_size).float()
+        hidden = hidden.float()
         target = (hidden[:, 0] * 31 + hidden[:, 1] * 7) % self.config.vocab_size
         return -(vocabulary - target.unsqueeze(1)).abs()
 

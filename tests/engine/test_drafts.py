@@ -11,7 +11,7 @@ from batchllm.engine.sequences import SequenceTable
 
 def running(num_sequences: int) -> SequenceTable:
     """Sequences whose texts repeat themselves."""
-    table = SequenceTable(max_sequences=num_sequences, max_blocks=4, max_context=200)
+    table = SequenceTable(max_sequences=num_sequences, max_blocks=4, max_tokens=200)
     for number in range(num_sequences):
         tokens = np.array([1, 2, 3, 4] * 5, dtype=np.int32)
         table.add(position=number, rank=number, tokens=tokens, prompt_length=10, max_tokens=100)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.scheduler import Speculation
@@ -118,11 +119,14 @@ def test_a_prompt_that_fills_the_context_is_an_error_and_one_below_is_cut_at_the
     assert answers[1].finish_reason == "length"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("poison", [torch.nan, -torch.nan, torch.inf, -torch.inf])
 def test_a_row_whose_logits_are_no_numbers_is_an_error_and_its_neighbours_are_not(
-    build: Build, stub_decoder: Any
+    build: Build, stub_decoder: Any, dtype: torch.dtype, poison: float
 ) -> None:
     prompts = [[1, 2, 3], [1, 2, 50], [1, 2, 4]]
-    answers = run(build(prompts, [SamplingParams(max_tokens=1)] * 3, decoder=stub_decoder(poisoned_token=50)))
+    decoder = stub_decoder(poisoned_token=50, poison=poison, dtype=dtype)
+    answers = run(build(prompts, [SamplingParams(max_tokens=1)] * 3, decoder=decoder))
     assert answers[1].error is not None and "not finite" in answers[1].error
     assert answers[0].error is None and answers[2].error is None
 

@@ -13,7 +13,7 @@ FEWEST, MOST = 2, 30
 
 def started(lengths: list[int], *, running: int, most: int = MOST) -> tuple[Pacing, SequenceTable]:
     """The first `running` rows of a plan of such lengths, longest first, begun in step 1 with prompts of 10 tokens."""
-    table = SequenceTable(max_sequences=most, max_blocks=4, max_context=2000)
+    table = SequenceTable(max_sequences=most, max_blocks=4, max_tokens=2000)
     pacing = Pacing(table=table, decode_tokens=np.array(lengths), fewest=FEWEST)
     for position, length in enumerate(lengths[:running]):
         tokens = np.arange(10, dtype=np.int32)

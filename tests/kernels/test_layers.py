@@ -1,4 +1,4 @@
-"""All layers up to the last attention: float64's answer on every backend, and the bits of the operations it is made of."""
+"""A forward pass in two operations: float64's answer on every backend, and the bits of the operations they are made of."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def end_truth(residual, attended, weights):
 
 
 def in_turn(kernels):
-    return LayerOperations(kernels.between_attention, kernels.attention).in_turn
+    return LayerOperations(kernels.between_attention, kernels.attention, kernels.rms_norm)
 
 
 @pytest.mark.parametrize(("size", "gated_size", "heads"), SHAPES)
@@ -194,6 +194,21 @@ def test_the_last_attention_gives_what_float64_gives_whether_rows_come_at_once_o
         assert_near(attended / 8, truths[0][chosen] / 8)
         assert_near(residual / 8, truths[1][chosen] / 8)
     assert kv[:, [0, -1]].isnan().all()
+
+
+@pytest.mark.parametrize(("size", "gated_size", "heads"), SHAPES)
+@pytest.mark.parametrize("rows", [[2], [0, 1, 2, 3, 4, 5], [5, 0, 3, 3]], ids=str)
+def test_chosen_rows_behind_the_last_attention_are_what_float64_gives(
+    kernels, dtype, assert_near, size, gated_size, heads, rows
+):
+    case = LayersCase.make([6], size=size, gated_size=gated_size, heads=heads, dtype=dtype, num_layers=2)
+    attended = torch.randn(6, heads[0] * heads[2]).to(dtype)
+    norm = case.layers[0].attention_norm
+    hidden = kernels.after_last_attention(
+        case.residual.clone(), attended, case.packed(kernels), rows=torch.tensor(rows), norm=norm, eps=EPS
+    )
+    truth = normed(end_truth(case.residual.double(), attended.double(), case.layers[1]), norm)
+    assert_near(hidden / 4, truth[rows] / 4)
 
 
 @pytest.mark.parametrize("lengths", [[1], [33], [300, 1, 350]])
@@ -238,11 +253,16 @@ def assert_same_bits(kernels, case, int8=frozenset()):
     layers, packed = [weights.layer(kernels, int8) for weights in case.layers], case.packed(kernels, int8)
     pools, residuals = [case.pool(), case.pool()], [case.residual.clone(), case.residual.clone()]
     attended = kernels.to_last_attention(residuals[0], packed, **case.whole(pools[0]))
-    expected = in_turn(kernels)(residuals[1], layers, **case.whole(pools[1]))
+    expected = in_turn(kernels).to_last_attention(residuals[1], layers, **case.whole(pools[1]))
     assert attended.isfinite().all()
     assert torch.equal(attended, expected)
     assert torch.equal(*residuals)
     assert torch.equal(pools[0].nan_to_num(), pools[1].nan_to_num())
+    num_rows = len(case.residual)
+    for rows in (torch.arange(num_rows), torch.arange(num_rows).flip(0), torch.randint(num_rows, (2 * num_rows + 1,))):
+        arguments = {"rows": rows, "norm": case.layers[0].feed_forward_norm, "eps": EPS}
+        expected = in_turn(kernels).after_last_attention(residuals[1], attended, layers, **arguments)
+        assert torch.equal(kernels.after_last_attention(residuals[0].clone(), attended, packed, **arguments), expected)
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])
@@ -275,6 +295,15 @@ def test_no_rows_go_through_layers(kernels, dtype):
     )
     assert attended.shape == (0, 128)
     assert kv.isnan().all()
+    hidden = kernels.after_last_attention(
+        case.residual,
+        torch.randn(3, 128).to(dtype),
+        case.packed(kernels),
+        rows=plan.items[:0, 0].long(),
+        eps=EPS,
+        norm=case.layers[0].feed_forward_norm,
+    )
+    assert hidden.shape == (0, 64)
 
 
 def test_packed_layers_keep_their_weights(native, dtype):
@@ -333,3 +362,30 @@ def test_rows_and_pools_that_do_not_fit_the_layers_are_refused(native, dtype):
     refuses("cos_sin", cos_sin=case.cos_sin.double())
     refuses("kv_scale", kv_scale=torch.ones(5, 2, 2))
     assert kv.isnan().all()
+
+
+def test_rows_that_do_not_fit_what_lies_behind_the_last_attention_are_refused(native, dtype):
+    case = LayersCase.make([3], size=64, gated_size=48, heads=(4, 2, 16), dtype=dtype)
+    layers = case.packed(native)
+    right = {
+        "residual": case.residual,
+        "attended": torch.randn(3, 64).to(dtype),
+        "rows": torch.tensor([2, 0]),
+        "norm": case.layers[0].feed_forward_norm,
+    }
+
+    def refuses(match, **changed):
+        with pytest.raises(ValueError, match=match):
+            native.after_last_attention(layers=layers, eps=EPS, **{**right, **changed})
+
+    before = case.residual.clone()
+    refuses("below 3", rows=torch.tensor([0, 1, 3]))
+    refuses("below 3", rows=torch.tensor([-1]))
+    refuses("rows: must be int64", rows=torch.tensor([0], dtype=torch.int32))
+    refuses("rows: must be contiguous", rows=torch.arange(4)[::2])
+    refuses("contiguous", residual=torch.randn(64, 3).to(dtype).T)
+    refuses("64 numbers a row", residual=torch.randn(3, 48).to(dtype))
+    refuses("64 of attention", attended=torch.randn(2, 64).to(dtype))
+    refuses("norm", norm=torch.randn(48).to(dtype))
+    refuses("one type", norm=right["norm"].double())
+    assert torch.equal(case.residual, before)
