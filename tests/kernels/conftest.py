@@ -39,11 +39,14 @@ OUTCOMES = pytest.StashKey[Outcomes]()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def _backends() -> list[Any]:
+def _native_paths() -> list[str]:
     library = native_library.load()
-    # Paths that end in vnni differ in products over int8 weights only: test_linear_int8.py runs them.
-    paths = [] if isinstance(library, str) else [path for path in library.runnable_paths() if "vnni" not in path]
-    native = [f"native-{path}" for path in paths]
+    return [] if isinstance(library, str) else library.runnable_paths()
+
+
+def _backends() -> list[Any]:
+    # Paths that end in vnni differ in products over int8 weights only: what wants them takes `native`.
+    native = [f"native-{path}" for path in _native_paths() if "vnni" not in path]
     return ["reference", *native, pytest.param("triton", marks=pytest.mark.triton)]
 
 
@@ -65,6 +68,17 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[ops.Kernels]:
     before = library.path_name()
     library.use_path(path)
     yield native
+    library.use_path(before)
+
+
+@pytest.fixture(params=_native_paths())
+def native(request: pytest.FixtureRequest) -> Iterator[ops.Kernels]:
+    """The native kernels on each path of instructions, those with dot products of int8 among them."""
+    library, kernels = native_library.load(), ops.native_kernels()
+    assert not isinstance(library, str) and not isinstance(kernels, str)
+    before = library.path_name()
+    library.use_path(request.param)
+    yield kernels
     library.use_path(before)
 
 

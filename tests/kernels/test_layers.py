@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from batchllm import ops
 from batchllm.kernels.attention import AttentionPlan
 from batchllm.kernels.between_attention import KvTarget, LayerEnd, LayerStart
 from batchllm.kernels.layers import Layer, LayerOperations
-from batchllm.kernels.native import library as native_library
 
 EPS = 1e-5
 BLOCK_SIZE = 16
@@ -214,26 +211,10 @@ def test_chosen_rows_behind_the_last_attention_are_what_float64_gives(
 @pytest.mark.parametrize("lengths", [[1], [33], [300, 1, 350]])
 @pytest.mark.parametrize(("size", "gated_size", "heads"), SHAPES[:1] + SMALL_SHAPES)
 def test_all_layers_at_once_have_the_bits_of_one_operation_after_the_other(
-    kernels, dtype, size, gated_size, heads, lengths
+    native, dtype, size, gated_size, heads, lengths
 ):
-    if kernels.name != "native":
-        pytest.skip("in Python it is one operation after the other")
     case = LayersCase.make(lengths, size=size, gated_size=gated_size, heads=heads, dtype=dtype)
-    assert_same_bits(kernels, case)
-
-
-@pytest.fixture(params=native_library.PATHS)
-def native(request: pytest.FixtureRequest) -> Iterator[ops.Kernels]:
-    """The native kernels on each path of instructions, those with dot products of int8 among them."""
-    library, kernels = native_library.load(), ops.native_kernels()
-    if isinstance(library, str) or isinstance(kernels, str):
-        pytest.skip(f"native kernels: {library}")
-    if request.param not in library.runnable_paths():
-        pytest.skip(f"this processor cannot run {request.param}")
-    before = library.path_name()
-    library.use_path(request.param)
-    yield kernels
-    library.use_path(before)
+    assert_same_bits(native, case)
 
 
 @pytest.mark.parametrize("int8", [PARTS, *((part,) for part in PARTS), ("qkv", "output", "gate_up")], ids="-".join)
@@ -277,9 +258,7 @@ def test_without_the_last_attention_its_keys_and_values_are_written_all_the_same
     assert torch.equal(pools[0].nan_to_num(), pools[1].nan_to_num())
 
 
-def test_no_rows_go_through_layers(kernels, dtype):
-    if kernels.name == "triton":
-        pytest.skip("no step launches a kernel without rows")
+def test_no_rows_go_through_layers(native, dtype):
     case = LayersCase.make([3], size=64, gated_size=48, heads=(2, 1, 64), dtype=dtype)
     kv = case.pool()
     arguments = case.whole(kv)
@@ -290,15 +269,15 @@ def test_no_rows_go_through_layers(kernels, dtype):
         items=arguments["plan"].items[:0],
     )
     target = dataclasses.replace(arguments["target"], positions=plan.positions, slots=arguments["target"].slots[:0])
-    attended = kernels.to_last_attention(
-        case.residual[:0], case.packed(kernels), eps=EPS, target=target, plan=plan, scale=1.0
+    attended = native.to_last_attention(
+        case.residual[:0], case.packed(native), eps=EPS, target=target, plan=plan, scale=1.0
     )
     assert attended.shape == (0, 128)
     assert kv.isnan().all()
-    hidden = kernels.after_last_attention(
+    hidden = native.after_last_attention(
         case.residual,
         torch.randn(3, 128).to(dtype),
-        case.packed(kernels),
+        case.packed(native),
         rows=plan.items[:0, 0].long(),
         eps=EPS,
         norm=case.layers[0].feed_forward_norm,

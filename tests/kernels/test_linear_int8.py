@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,17 +19,6 @@ SHAPES = [(1, 3), (7, 40), (17, 64), (70, 100), (100, 1100), (960, 576), (48, 25
 def _paths() -> list[str]:
     library = native_library.load()
     return [] if isinstance(library, str) else library.runnable_paths()
-
-
-@pytest.fixture(params=_paths())
-def native(request: pytest.FixtureRequest) -> Iterator[ops.Kernels]:
-    """The native kernels on each path of instructions, those with dot products of int8 among them."""
-    library, kernels = native_library.load(), ops.native_kernels()
-    assert not isinstance(library, str) and not isinstance(kernels, str)
-    before = library.path_name()
-    library.use_path(request.param)
-    yield kernels
-    library.use_path(before)
 
 
 @pytest.fixture(params=["reference", *_paths()])
