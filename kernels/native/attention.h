@@ -55,13 +55,15 @@ struct UnitChunk {
 };
 
 // The chunk that is read next. Blocks lie anywhere, so the processor cannot guess it: its lines are asked for a few at a time, all
-// through the work on this one, since a burst of them would hold up everything behind it.
+// through the work on this one, since a burst of them would hold up everything behind it. Positions of kRuns blocks take turns: within a
+// page the processor reads ahead of what it is asked for, and that is faster than asking, where asking does not follow too soon.
 template <class T>
 struct Ahead {
   const UnitChunk<T>* chunk;
-  int row_bytes, at = 0;
+  int row_bytes, at = 0;  // at: the next position in the order of asking
   int rate = 0, owed = 0;  // positions asked for in a share of the time, and those owed from the last ones, in parts of kWhole
   static constexpr int kWhole = 256;
+  static constexpr int kRun = 16, kRuns = 6, kGroup = kRun * kRuns;
 
   // `num_shares` are left of this chunk's time, over which all of the next one is to be asked for.
   BATCHLLM_INLINE void spread(int num_shares) { rate = int(int64_t(chunk->num_positions - at) * kWhole / num_shares) + 1; }
@@ -73,12 +75,15 @@ struct Ahead {
   }
 
   BATCHLLM_INLINE void ask(int num_rows) {
-    const int stop = at + num_rows < chunk->num_positions ? at + num_rows : chunk->num_positions;
-    for (; at < stop; ++at)
+    for (const int count = chunk->num_positions; num_rows > 0 && at < (count + kGroup - 1) / kGroup * kGroup; ++at) {
+      const int in_group = at % kGroup, position = at - in_group + in_group % kRuns * kRun + in_group / kRuns;
+      if (position >= count) continue;
       for (int b = 0; b < row_bytes; b += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(chunk->keys[at]) + b, 0, 2);
-        __builtin_prefetch(reinterpret_cast<const char*>(chunk->keys[at] + chunk->together.to_values) + b, 0, 2);
+        __builtin_prefetch(reinterpret_cast<const char*>(chunk->keys[position]) + b, 0, 2);
+        __builtin_prefetch(reinterpret_cast<const char*>(chunk->keys[position] + chunk->together.to_values) + b, 0, 2);
       }
+      --num_rows;
+    }
   }
 
   BATCHLLM_INLINE void ask_rest() { ask(chunk->num_positions); }
@@ -280,6 +285,9 @@ void run_attention(const AttentionCall& call) {
   int64_t num_units = call.num_units;
   const AttentionUnit* units = call.units != nullptr ? call.units : units_for<Engine>(call, &num_units);
   const size_t state_floats = (kUnitColumns + kPairColumns) * (width + 2);
+  // A block's keys and values under one head are half a page, and what the processor reads ahead belongs to the next head: whoever takes an
+  // item's unit goes on to the other KV heads, which follow it, as long as there is enough for everybody.
+  const int64_t together = num_units >= 8 * num_threads() * call.num_kv_heads ? call.num_kv_heads : 1;
   int64_t num_taken = 0;  // units that threads have taken, each one before it needs it
 #pragma omp parallel if (num_units + call.num_merge_rows > 1)
   {
@@ -287,10 +295,18 @@ void run_attention(const AttentionCall& call) {
     Engine engine(call, reinterpret_cast<char*>(state + state_floats));
     UnitChunk<T> chunks[2];
     UnitChunk<T>*chunk = &chunks[0], *next_chunk = &chunks[1];
-    int64_t taken = __atomic_fetch_add(&num_taken, 1, __ATOMIC_RELAXED);
+    int64_t last = 0, taken_until = 0;
+    auto take = [&] {
+      if (++last >= taken_until) {
+        last = __atomic_fetch_add(&num_taken, together, __ATOMIC_RELAXED);
+        taken_until = last + together;
+      }
+      return last;
+    };
+    int64_t taken = take();
     if (taken < num_units) find_chunk(call, units[taken], units[taken].item->kv_start, chunk);
     while (taken < num_units) {
-      const int64_t next = __atomic_fetch_add(&num_taken, 1, __ATOMIC_RELAXED);
+      const int64_t next = take();
       run_unit(call, units[taken], next < num_units ? &units[next] : nullptr, partials, engine, state, chunk, next_chunk);
       taken = next;
     }
