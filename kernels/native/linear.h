@@ -95,11 +95,13 @@ __attribute__((noinline)) void finish_rows(const LinearCall& call, float* y, int
 template <class Multiplier>
 struct Beside {
   using T = typename Multiplier::Number;
+  static constexpr unsigned kPages = 4, kPageBytes = 4096;
 
   const LinearCall& call;
   Best* best;
-  const char* at = nullptr;
+  const char* at = nullptr;  // the pages whose turn it is
   const char* stop = nullptr;
+  unsigned turn = 0;
   int lines = 0, step_rows = 0;
   // The block before.
   typename Multiplier::Block block = {};
@@ -107,8 +109,16 @@ struct Beside {
   int64_t first_row = 0, tile = 0;
   int num_tiles = 0, rows = 0, next = 0;
 
+  // What is asked for from now on.
+  void ask_for(const char* from, const char* until) { at = from, stop = until, turn = 0; }
+
+  // Pages take turns, as where attention reads ahead: a page's own prefetcher is faster than asking, if it is not caught up with.
   BATCHLLM_INLINE void ask() {
-    for (int i = 0; i < lines && at < stop; ++i, at += 64) __builtin_prefetch(at, 0, 2);
+    for (int i = 0; i < lines && at < stop; ++i) {
+      const char* line = at + turn % kPages * kPageBytes + turn / kPages * 64;
+      if (line < stop) __builtin_prefetch(line, 0, 2);
+      if (++turn == kPages * kPageBytes / 64) turn = 0, at += kPages * kPageBytes;
+    }
   }
 
   BATCHLLM_INLINE void step() {
@@ -230,8 +240,7 @@ struct Work {
     beside.lines = int((32 + num_blocks - 1) / num_blocks);
     for (int64_t start = first; start < last; start += panel) {
       const int64_t stop = start + panel < last ? start + panel : last;
-      beside.at = stop < last ? weight(stop) : next;
-      beside.stop = stop < last ? weight(stop + panel < last ? stop + panel : last) : next_stop;
+      beside.ask_for(stop < last ? weight(stop) : next, stop < last ? weight(stop + panel < last ? stop + panel : last) : next_stop);
       for (int64_t b = first_block; b < last_block; ++b) {
         int64_t first_row = 0;
         int rows = 0;
