@@ -9,6 +9,7 @@ namespace batchllm {
 namespace BATCHLLM_PATH {
 
 inline constexpr int64_t kPassRows = 256;  // rows that go through together: more would not stay, fewer would read the weights too often
+inline constexpr int64_t kOwnRows = 96;     // fewer rows of its own cost a thread more for all the weights than they save
 
 // Numbers between rows of `size`: not a multiple of 512, so that rows can be multiplied as they lie.
 inline int64_t gated_stride(int64_t size) { return size % 512 == 0 ? size + 32 : size; }
@@ -123,7 +124,7 @@ void run_between_attention(const BetweenAttentionCall& call) {
   output.end = down.end = kAdd, gate_up.end = kSiluMul, qkv.end = kRopeWriteKv;
   output.out = down.out = residual, output.out_stride = down.out_stride = size;
   gate_up.x_stride = qkv.x_stride = size, gate_up.out_stride = down.x_stride = stride;
-  if (num_rows < Shares::kRangeRows * threads) {
+  if (num_rows < kOwnRows * threads) {
     // Too few for each thread to read all weights: they share them.
     T* normed = static_cast<T*>(scratch(kScratchBetween, sizeof(T) * num_rows * (size + stride)));
     gate_up.x = qkv.x = normed, down.x = gate_up.out = normed + num_rows * size;

@@ -95,29 +95,29 @@ __attribute__((noinline)) void finish_rows(const LinearCall& call, float* y, int
 template <class Multiplier>
 struct Beside {
   using T = typename Multiplier::Number;
-  static constexpr unsigned kPages = 4, kPageBytes = 4096;
+  static constexpr int kPages = 4, kPageBytes = 4096;
 
   const LinearCall& call;
   Best* best;
   const char* at = nullptr;  // the pages whose turn it is
   const char* stop = nullptr;
-  unsigned turn = 0;
-  int lines = 0, step_rows = 0;
+  int turn = 0, rounds = 0, step_rows = 0;
   // The block before.
   typename Multiplier::Block block = {};
   float* y = nullptr;
   int64_t first_row = 0, tile = 0;
   int num_tiles = 0, rows = 0, next = 0;
 
-  // What is asked for from now on.
-  void ask_for(const char* from, const char* until) { at = from, stop = until, turn = 0; }
+  // What is asked for from now on, about `lines` lines of it at each step.
+  void ask_for(const char* from, const char* until, int lines) { at = from, stop = until, turn = 0, rounds = (lines + kPages - 1) / kPages; }
 
-  // Pages take turns, as where attention reads ahead: a page's own prefetcher is faster than asking, if it is not caught up with.
+  // Pages take turns, as where attention reads ahead: a page's own prefetcher is faster than asking, if it is not caught up with. What lies
+  // behind the last ones is mostly wanted next.
   BATCHLLM_INLINE void ask() {
-    for (int i = 0; i < lines && at < stop; ++i) {
-      const char* line = at + turn % kPages * kPageBytes + turn / kPages * 64;
-      if (line < stop) __builtin_prefetch(line, 0, 2);
-      if (++turn == kPages * kPageBytes / 64) turn = 0, at += kPages * kPageBytes;
+    if (at >= stop) return;
+    for (int i = 0; i < rounds; ++i, at += 64) {
+      for (int page = 0; page < kPages; ++page) __builtin_prefetch(at + page * kPageBytes, 0, 2);
+      if (++turn == kPageBytes / 64) turn = 0, at += (kPages - 1) * kPageBytes;
     }
   }
 
@@ -237,10 +237,10 @@ struct Work {
                 const char* next_stop) {
     const int64_t num_blocks = last_block - first_block, tiles = (call.out_size + 15) / 16;
     const int64_t panel = panel_groups(weight(1) - weight(0), num_blocks);
-    beside.lines = int((32 + num_blocks - 1) / num_blocks);
+    const int lines = int((32 + num_blocks - 1) / num_blocks);
     for (int64_t start = first; start < last; start += panel) {
       const int64_t stop = start + panel < last ? start + panel : last;
-      beside.ask_for(stop < last ? weight(stop) : next, stop < last ? weight(stop + panel < last ? stop + panel : last) : next_stop);
+      beside.ask_for(stop < last ? weight(stop) : next, stop < last ? weight(stop + panel < last ? stop + panel : last) : next_stop, lines);
       for (int64_t b = first_block; b < last_block; ++b) {
         int64_t first_row = 0;
         int rows = 0;
