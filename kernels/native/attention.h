@@ -60,13 +60,14 @@ struct UnitChunk {
 template <class T>
 struct Ahead {
   const UnitChunk<T>* chunk;
-  int row_bytes, at = 0;  // at: the next position in the order of asking
+  int row_bytes;
+  int first = 0, row = 0, run = 0;  // position first + run * kRun + row is asked for next
   int rate = 0, owed = 0;  // positions asked for in a share of the time, and those owed from the last ones, in parts of kWhole
   static constexpr int kWhole = 256;
-  static constexpr int kRun = 16, kRuns = 6, kGroup = kRun * kRuns;
+  static constexpr int kRun = 16, kRuns = 6;
 
   // `num_shares` are left of this chunk's time, over which all of the next one is to be asked for.
-  BATCHLLM_INLINE void spread(int num_shares) { rate = int(int64_t(chunk->num_positions - at) * kWhole / num_shares) + 1; }
+  BATCHLLM_INLINE void spread(int num_shares) { rate = int(int64_t(chunk->num_positions) * kWhole / num_shares) + 1; }
 
   BATCHLLM_INLINE void ask_shares(int num_shares) {
     owed += num_shares * rate;
@@ -75,14 +76,16 @@ struct Ahead {
   }
 
   BATCHLLM_INLINE void ask(int num_rows) {
-    for (const int count = chunk->num_positions; num_rows > 0 && at < (count + kGroup - 1) / kGroup * kGroup; ++at) {
-      const int in_group = at % kGroup, position = at - in_group + in_group % kRuns * kRun + in_group / kRuns;
-      if (position >= count) continue;
+    for (const int count = chunk->num_positions; num_rows > 0 && first < count; --num_rows) {
+      const char* key = reinterpret_cast<const char*>(chunk->keys[first + run * kRun + row]);
       for (int b = 0; b < row_bytes; b += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(chunk->keys[position]) + b, 0, 2);
-        __builtin_prefetch(reinterpret_cast<const char*>(chunk->keys[position] + chunk->together.to_values) + b, 0, 2);
+        __builtin_prefetch(key + b, 0, 2);
+        __builtin_prefetch(key + chunk->together.to_values * int64_t(sizeof(T)) + b, 0, 2);
       }
-      --num_rows;
+      if (++run < kRuns && first + run * kRun + row < count) continue;
+      run = 0;
+      if (++row < kRun && first + row < count) continue;
+      row = 0, first += kRuns * kRun;
     }
   }
 
@@ -273,6 +276,15 @@ const AttentionUnit* units_for(const AttentionCall& call, int64_t* num_units) {
   return attention_units(call, Engine::forks(call), num_units);
 }
 
+// How many units from `first` on one of `threads` takes at once. A block's keys and values under one head are half a page where heads are narrow, and
+// what the processor reads ahead of them belongs to the next head: who has a unit that only reads goes on to the item's other KV heads, which
+// follow it, as long as there is enough left for everybody.
+inline int64_t units_together(const AttentionCall& call, const AttentionUnit* units, int64_t num_units, int64_t first, int threads) {
+  const int64_t heads = call.num_kv_heads;
+  if (num_units - first < 4 * threads * heads || units[first].num_columns > kTileColumns) return 1;
+  return heads - first % heads;
+}
+
 template <class Engine>
 void run_attention(const AttentionCall& call) {
   using T = typename Engine::Number;
@@ -285,9 +297,7 @@ void run_attention(const AttentionCall& call) {
   int64_t num_units = call.num_units;
   const AttentionUnit* units = call.units != nullptr ? call.units : units_for<Engine>(call, &num_units);
   const size_t state_floats = (kUnitColumns + kPairColumns) * (width + 2);
-  // A block's keys and values under one head are half a page, and what the processor reads ahead belongs to the next head: whoever takes an
-  // item's unit goes on to the other KV heads, which follow it, as long as there is enough for everybody.
-  const int64_t together = num_units >= 8 * num_threads() * call.num_kv_heads ? call.num_kv_heads : 1;
+  const int threads = num_threads();
   int64_t num_taken = 0;  // units that threads have taken, each one before it needs it
 #pragma omp parallel if (num_units + call.num_merge_rows > 1)
   {
@@ -295,18 +305,19 @@ void run_attention(const AttentionCall& call) {
     Engine engine(call, reinterpret_cast<char*>(state + state_floats));
     UnitChunk<T> chunks[2];
     UnitChunk<T>*chunk = &chunks[0], *next_chunk = &chunks[1];
-    int64_t last = 0, taken_until = 0;
-    auto take = [&] {
-      if (++last >= taken_until) {
-        last = __atomic_fetch_add(&num_taken, together, __ATOMIC_RELAXED);
-        taken_until = last + together;
-      }
-      return last;
+    int64_t taken_until = 0;
+    const auto take = [&](int64_t last) {
+      if (last + 1 < taken_until) return last + 1;
+      int64_t first = __atomic_load_n(&num_taken, __ATOMIC_RELAXED);
+      do {
+        taken_until = first + units_together(call, units, num_units, first, threads);
+      } while (!__atomic_compare_exchange_n(&num_taken, &first, taken_until, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+      return first;
     };
-    int64_t taken = take();
+    int64_t taken = take(-1);
     if (taken < num_units) find_chunk(call, units[taken], units[taken].item->kv_start, chunk);
     while (taken < num_units) {
-      const int64_t next = take();
+      const int64_t next = take(taken);
       run_unit(call, units[taken], next < num_units ? &units[next] : nullptr, partials, engine, state, chunk, next_chunk);
       taken = next;
     }
