@@ -250,10 +250,10 @@ class TileEngine {
     _tile_stored(3, lower + 16 * first + 16, kScoreStride * 4);
   }
 
-  // 16 positions' keys as they lie; where blocks do not hold them in a row, a copy with zeros behind the chunk. What lies behind the
-  // chunk in its block is multiplied too, and nobody looks at those scores.
+  // 16 positions' keys as they lie; a copy with zeros behind the chunk where blocks do not hold them in a row, or where the chunk ends among
+  // them: the rest of its block would come from memory, unasked for.
   const bf16* key_rows(int start) const {
-    if (in_place_) return chunk_->keys[start];
+    if (in_place_ && start + 16 <= chunk_->count) return chunk_->keys[start];
     for (int i = 0; i < 16; ++i)
       for (int k = 0; k < depth_tiles_; ++k)
         _mm512_store_si512(keys_ + i * head_dim_ + 32 * k,
