@@ -25,7 +25,7 @@ run: $(VENV)/.installed
 # One test process a core, one thread each: two teams of threads on the same cores would spin against each other.
 test: $(VENV)/.installed-dev
 	$(BIN)/batchllm models pull smollm2-135m
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
 # Beside other engines, each in an environment of its own outside of this folder (docs/performance.md). Needs a quiet machine.
 PEER_VENVS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/batchllm-peers

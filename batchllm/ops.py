@@ -28,7 +28,6 @@ from batchllm.kernels.between_attention import KvTarget, LayerEnd, LayerStart
 from batchllm.kernels.floats import FP8_DTYPE
 from batchllm.kernels.layers import Layer
 from batchllm.kernels.native import arguments as native_arguments
-from batchllm.kernels.native import between_attention as native_between_attention
 from batchllm.kernels.native import layers as native_layers
 from batchllm.kernels.native import library as native_library
 from batchllm.kernels.native import operations as native
@@ -239,7 +238,7 @@ def native_kernels() -> Kernels | str:
         pack_linear_gated=native.pack_linear_gated,
         linear_silu_mul=native.linear_silu_mul,
         linear_rope_write_kv=native.linear_rope_write_kv,
-        between_attention=native_between_attention.between_attention,
+        between_attention=native.between_attention,
         pack_layers=native_layers.pack_layers,
         to_last_attention=native_layers.to_last_attention,
         after_last_attention=native_layers.after_last_attention,

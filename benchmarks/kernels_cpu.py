@@ -100,9 +100,9 @@ def make_plan(
     )
 
 
-def make_pool(num_blocks: int) -> torch.Tensor:
+def make_pool(num_blocks: int, *, num_layers: int = NUM_LAYERS) -> torch.Tensor:
     """A bf16 block pool of the model, every page touched."""
-    pool = torch.empty(num_blocks, NUM_LAYERS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16)
+    pool = torch.empty(num_blocks, num_layers, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16)
     advise_huge_pages(pool)
     block = torch.randn(pool.shape[1:]).bfloat16()
     for number in range(num_blocks):
@@ -111,47 +111,70 @@ def make_pool(num_blocks: int) -> torch.Tensor:
 
 
 def each_layer(kernels: ops.Kernels, query: torch.Tensor, pool: torch.Tensor, plan: AttentionPlan) -> None:
-    for layer in range(NUM_LAYERS):
+    for layer in range(pool.shape[1]):
         kernels.attention(query, pool, layer=layer, plan=plan, scale=HEAD_DIM**-0.5)
 
 
 def measure_decode(kernels: ops.Kernels, *, num_sequences: int, context: int, passes: int) -> dict[str, float]:
-    """Decode attention over private contexts and over one shared prefix, beside a plain read of memory."""
-    blocks_each = context // BLOCK_SIZE + 1
-    pool = make_pool(num_sequences * blocks_each)
+    """Decode attention over private contexts beside a plain read of memory: `num_sequences` that end anywhere in the last chunk of
+    `context`, as in a batch. One call reads up to 200 MB, so that the call itself, which a run does not make for each layer, does
+    not count.
+    """
+    blocks_each, num_layers = context // BLOCK_SIZE, NUM_LAYERS // 4
+    pool = make_pool(num_sequences * blocks_each, num_layers=num_layers)
     table = torch.randperm(num_sequences * blocks_each).reshape(num_sequences, blocks_each)
-    positions = torch.full((num_sequences,), context)
+    lengths = context - CHUNK + torch.arange(1, num_sequences + 1) * CHUNK // num_sequences
     query = torch.randn(num_sequences, NUM_HEADS, HEAD_DIM).bfloat16()
-    rows = range(num_sequences)
-    private = make_plan(positions, table, [(row, 1, 0, context + 1, context + 1, -1) for row in rows])
-    shared_table = table.clone()
-    shared_table[:, : context // BLOCK_SIZE] = table[0, : context // BLOCK_SIZE]
-    shared = make_plan(
-        positions,
-        shared_table,
-        [(0, num_sequences, 0, context, context, 0)]
-        + [(row, 1, context, context + 1, context + 1, num_sequences + row) for row in rows],
-        [[row, num_sequences + row] for row in rows],
+    plan = make_plan(
+        lengths - 1, table, [(row, 1, 0, length, length, -1) for row, length in enumerate(lengths.tolist())]
     )
-    buffer = torch.empty(pool.numel() // 2, dtype=torch.float32)
-    advise_huge_pages(buffer)
-    buffer.fill_(1.0)
+    buffer = plain_buffer(pool)
     times = best_times(
-        {
-            "stream": buffer.sum,
-            "private": lambda: each_layer(kernels, query, pool, private),
-            "shared": lambda: each_layer(kernels, query, pool, shared),
-        },
+        {"stream": buffer.sum, "private": lambda: each_layer(kernels, query, pool, plan)},
         passes=passes,
     )
-    read_bytes = num_sequences * (context + 1) * NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_DIM * 2
+    read_bytes = int(lengths.sum()) * num_layers * 2 * NUM_KV_HEADS * HEAD_DIM * 2
     stream = buffer.numel() * 4 / times["stream"]
     return {
         "stream_gb_s": stream / 1e9,
         "decode_gb_s": read_bytes / times["private"] / 1e9,
         "decode_bandwidth_share": read_bytes / times["private"] / stream,
-        "shared_prefix_speedup": times["private"] / times["shared"],
     }
+
+
+def plain_buffer(pool: torch.Tensor) -> torch.Tensor:
+    """As many bytes as the pool's in float32, in huge pages as well."""
+    buffer = torch.empty(pool.numel() // 2, dtype=torch.float32)
+    advise_huge_pages(buffer)
+    return buffer.fill_(1.0)
+
+
+def measure_shared_prefix(kernels: ops.Kernels, *, num_sequences: int, prefix: int, passes: int) -> dict[str, float]:
+    """Decode attention over one shared prefix and a position of each sequence's own, beside private reads of as much."""
+    blocks_each = prefix // BLOCK_SIZE + 1
+    pool = make_pool(num_sequences * blocks_each)
+    table = torch.randperm(num_sequences * blocks_each).reshape(num_sequences, blocks_each)
+    positions = torch.full((num_sequences,), prefix)
+    query = torch.randn(num_sequences, NUM_HEADS, HEAD_DIM).bfloat16()
+    rows = range(num_sequences)
+    private = make_plan(positions, table, [(row, 1, 0, prefix + 1, prefix + 1, -1) for row in rows])
+    shared_table = table.clone()
+    shared_table[:, : prefix // BLOCK_SIZE] = table[0, : prefix // BLOCK_SIZE]
+    shared = make_plan(
+        positions,
+        shared_table,
+        [(0, num_sequences, 0, prefix, prefix, 0)]
+        + [(row, 1, prefix, prefix + 1, prefix + 1, num_sequences + row) for row in rows],
+        [[row, num_sequences + row] for row in rows],
+    )
+    times = best_times(
+        {
+            "private": lambda: each_layer(kernels, query, pool, private),
+            "shared": lambda: each_layer(kernels, query, pool, shared),
+        },
+        passes=passes,
+    )
+    return {"shared_prefix_speedup": times["private"] / times["shared"]}
 
 
 def measure_prefill(kernels: ops.Kernels, *, length: int, passes: int) -> dict[str, float]:
@@ -336,7 +359,8 @@ def main() -> int:
     measured: dict[str, Any] = {"path": library.path_name(), "threads": num_threads, "call_s": measure_call(passes)}
     num_sequences = 24 if options.quick else 64
     if "decode" in wanted:
-        measured |= measure_decode(kernels, num_sequences=num_sequences, context=4 * CHUNK, passes=passes)
+        measured |= measure_decode(kernels, num_sequences=4 * num_sequences, context=4 * CHUNK, passes=passes)
+        measured |= measure_shared_prefix(kernels, num_sequences=num_sequences, prefix=4 * CHUNK, passes=passes)
     if "prefill" in wanted:
         measured |= measure_prefill(kernels, length=2048, passes=passes)
     if "step" in wanted:

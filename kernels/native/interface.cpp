@@ -137,33 +137,6 @@ EXPORT void batchllm_linear_rope_write_kv(const void* x, const void* weight, con
               {cos_sin, positions, slots, kv, block_stride, num_heads, num_kv_heads, head_dim, block_size}});
 }
 
-// Weights of the rows' own type. Null for `output` or for `qkv`: without what ends a layer, or without what begins one.
-EXPORT void batchllm_between_attention(void* residual, int64_t num_rows, int64_t size, float eps, int32_t data_type, const void* attended,
-                                       int64_t attended_size, const void* output, const float* output_bias, const void* feed_forward_norm,
-                                       const void* gate_up, const float* gate_up_bias, const void* down, const float* down_bias,
-                                       int64_t gated_size, const void* attention_norm, const void* qkv, const float* qkv_bias, int64_t qkv_size,
-                                       void* query, const float* cos_sin, const int32_t* positions, const int64_t* slots, void* kv,
-                                       int64_t block_stride, int32_t num_heads, int32_t num_kv_heads, int32_t head_dim, int32_t block_size) {
-  if (num_rows == 0) return;
-  const auto product = [&](const void* x, const void* weight, const float* bias, void* out, int64_t in_size, int64_t out_size) {
-    LinearCall call = {};
-    call.x = x, call.weight = weight, call.bias = bias, call.out = out;
-    call.num_rows = num_rows, call.in_size = call.x_stride = in_size, call.out_size = out_size;
-    call.data_type = call.weight_type = data_type;
-    return call;
-  };
-  BetweenAttentionCall call = {};
-  call.residual = residual, call.num_rows = num_rows, call.size = size, call.eps = eps, call.data_type = data_type;
-  call.output = product(attended, output, output_bias, nullptr, attended_size, size);
-  call.feed_forward_norm = feed_forward_norm;
-  call.gate_up = product(nullptr, gate_up, gate_up_bias, nullptr, size, 2 * gated_size);
-  call.down = product(nullptr, down, down_bias, nullptr, gated_size, size);
-  call.attention_norm = attention_norm;
-  call.qkv = product(nullptr, qkv, qkv_bias, query, size, qkv_size);
-  call.qkv.rope = {cos_sin, positions, slots, kv, block_stride, num_heads, num_kv_heads, head_dim, block_size};
-  table().between_attention(call);
-}
-
 EXPORT void batchllm_to_last_attention(void* residual, int64_t num_rows, int64_t size, float eps, int32_t data_type, const LayerWeights* layers,
                                        int64_t num_layers, int32_t attends_last, void* query, void* attended, void* normed, void* gated,
                                        void* wide, int64_t layer_stride, const float* cos_sin, const int32_t* row_positions,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from batchllm.kernels.attention import AttentionPlan
-from batchllm.kernels.between_attention import KvTarget
+from batchllm.kernels.between_attention import KvTarget, LayerEnd, LayerStart
 from batchllm.kernels.layers import Layer
 from batchllm.kernels.native.arguments import (
     INT8,
@@ -22,7 +22,6 @@ from batchllm.kernels.native.arguments import (
     require_no_scale,
     rope_arguments,
 )
-from batchllm.kernels.native.between_attention import require_end, require_rows, require_start
 from batchllm.kernels.native.operations import NativeLinear
 from batchllm.kernels.native.row_memory import empty_rows
 
@@ -89,8 +88,8 @@ def pack_layers(layers: Sequence[Layer]) -> NativeLayers:
     weights = (_LayerWeights * len(layers))()
     for number, layer in enumerate(layers):
         start, end = layer.start, layer.end
-        require_start(start, size=size, out_size=qkv_size)
-        require_end(end, size=size, in_size=attended_size)
+        _require_start(start, size=size, out_size=qkv_size)
+        _require_end(end, size=size, in_size=attended_size)
         data_type_of(norm, start.norm, end.norm)
         weights[number] = _LayerWeights(
             start.norm.data_ptr(),
@@ -133,7 +132,7 @@ def to_last_attention(
     require_no_scale(target.kv_scale)
     require_head_dim(head_dim)
     require_contiguous(residual=residual)
-    require_rows(target, num_rows)
+    _require_rows(target, num_rows)
     sizes = (layers.size, layers.attended_size, layers.qkv_size)
     asked = (residual.shape[1], target.num_heads * head_dim, (target.num_heads + 2 * num_kv_heads) * head_dim)
     if sizes != asked:
@@ -229,3 +228,37 @@ def _rows_between(
 
 def _pointers(between: tuple[torch.Tensor, ...]) -> tuple[int | None, ...]:
     return tuple(rows.data_ptr() for rows in between) if between else (None, None, None)
+
+
+def _require_end(end: LayerEnd, *, size: int, in_size: int) -> None:
+    """Raises ValueError where weights do not fit a residual stream of `size`, `in_size` numbers from the attention, or each other."""
+    _require_norm(end.norm, size=size)
+    _require_fit("output", end.output, in_size=in_size, out_size=size)
+    _require_fit("gate_up", end.gate_up, in_size=size, out_size=2 * end.down.in_size)
+    _require_fit("down", end.down, in_size=end.down.in_size, out_size=size)
+
+
+def _require_start(start: LayerStart, *, size: int, out_size: int) -> None:
+    """Raises ValueError where weights do not fit a residual stream of `size`, or heads of `out_size` numbers in all."""
+    _require_norm(start.norm, size=size)
+    _require_fit("qkv", start.qkv, in_size=size, out_size=out_size)
+
+
+def _require_rows(target: KvTarget, num_rows: int) -> None:
+    if target.slots.numel() != num_rows or target.positions.numel() != num_rows:
+        raise ValueError(
+            f"{target.slots.numel()} slots and {target.positions.numel()} positions do not fit {num_rows} rows"
+        )
+
+
+def _require_norm(norm: torch.Tensor, *, size: int) -> None:
+    require_contiguous(norm=norm)
+    if norm.shape != (size,):
+        raise ValueError(f"norm {tuple(norm.shape)} does not fit a residual of {size}")
+
+
+def _require_fit(name: str, packed: NativeLinear, *, in_size: int, out_size: int) -> None:
+    if (packed.in_size, packed.out_size) != (in_size, out_size):
+        raise ValueError(
+            f"{name}: must have {in_size} inputs and {out_size} outputs, has {packed.in_size} and {packed.out_size}"
+        )

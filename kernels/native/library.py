@@ -42,13 +42,6 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "rope_write_kv": ((c_void_p, c_void_p, c_int64, c_int32, *_ROPE), None),
     "linear": ((*_LINEAR, c_int32), None),
     "linear_rope_write_kv": ((*_LINEAR, *_ROPE), None),
-    "between_attention": (
-        (c_void_p, c_int64, c_int64, c_float, c_int32)
-        + (c_void_p, c_int64, c_void_p, c_void_p)
-        + (c_void_p,) * 5
-        + (c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, *_ROPE),
-        None,
-    ),
     "to_last_attention": (
         (c_void_p, c_int64, c_int64, c_float, c_int32)
         + (c_void_p, c_int64, c_int32)
@@ -81,7 +74,6 @@ class Library:
     rope_write_kv: Any
     linear: Any
     linear_rope_write_kv: Any
-    between_attention: Any
     to_last_attention: Any
     after_last_attention: Any
     packed_rows: Any

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from batchllm.kernels.attention import AttentionPlan
+from batchllm.kernels.between_attention import RowOperations
 from batchllm.kernels.linear import quantise_weight
 from batchllm.kernels.native.arguments import (
     INT8,
@@ -277,6 +278,10 @@ def linear_rope_write_kv(
     rope = rope_arguments(cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads)
     library().linear_rope_write_kv(*_linear_arguments(x, packed, query), *rope)
     return query
+
+
+between_attention = RowOperations(rms_norm, linear_add, linear_silu_mul, linear_rope_write_kv).in_turn
+"""One operation after the other; `to_last_attention` takes rows through all of them at once, with the same bits."""
 
 
 def gather_blocks(kv: torch.Tensor, block_ids: torch.Tensor, staging: torch.Tensor) -> None:

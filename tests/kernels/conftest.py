@@ -13,6 +13,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from batchllm.kernels.native import library as native_library
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHILD_TIMEOUT_S = 900
+GROUP = "triton"
 
 # The inputs and float64 answers that the GPU benchmark checks with as well.
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -62,22 +64,33 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[ops.Kernels]:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"), np.errstate(over="ignore"):
             yield ops.TRITON
         return
-    library = native_library.load()
-    native = ops.native_kernels()
-    assert not isinstance(library, str) and not isinstance(native, str)
-    before = library.path_name()
-    library.use_path(path)
-    yield native
-    library.use_path(before)
+    with _native_on(path) as native:
+        yield native
 
 
 @pytest.fixture(params=_native_paths())
 def native(request: pytest.FixtureRequest) -> Iterator[ops.Kernels]:
     """The native kernels on each path of instructions, those with dot products of int8 among them."""
+    with _native_on(request.param) as kernels:
+        yield kernels
+
+
+@pytest.fixture(params=["reference", *_native_paths()])
+def reference_or_native(request: pytest.FixtureRequest) -> Iterator[ops.Kernels]:
+    """The reference, and what `native` gives."""
+    if request.param == "reference":
+        yield ops.REFERENCE
+        return
+    with _native_on(request.param) as kernels:
+        yield kernels
+
+
+@contextmanager
+def _native_on(path: str) -> Iterator[ops.Kernels]:
     library, kernels = native_library.load(), ops.native_kernels()
     assert not isinstance(library, str) and not isinstance(kernels, str)
     before = library.path_name()
-    library.use_path(request.param)
+    library.use_path(path)
     yield kernels
     library.use_path(before)
 
@@ -305,11 +318,12 @@ def make_attention_case() -> MakeAttentionCase:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The first of them waits for the child, in which each has the usual time.
+    # The first of them waits for the child, in which each has the usual time; one worker has them all, so that there is one child.
     if os.environ.get("TRITON_INTERPRET") != "1":
         for item in items:
             if item.get_closest_marker("triton") is not None:
                 item.add_marker(pytest.mark.timeout(CHILD_TIMEOUT_S + 20))
+                item.add_marker(pytest.mark.xdist_group(GROUP))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -340,7 +354,9 @@ def key_of(item: pytest.Item) -> tuple[str, str]:
 
 def run_in_interpreter(session: pytest.Session) -> Outcomes:
     """Runs the session's marked tests in a child process under TRITON_INTERPRET=1."""
-    marked = [item.nodeid for item in session.items if item.get_closest_marker("triton") is not None]
+    marked = [
+        item.nodeid.removesuffix(f"@{GROUP}") for item in session.items if item.get_closest_marker("triton") is not None
+    ]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *marked]

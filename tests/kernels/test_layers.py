@@ -217,6 +217,12 @@ def test_all_layers_at_once_have_the_bits_of_one_operation_after_the_other(
     assert_same_bits(native, case)
 
 
+def test_rows_that_are_just_enough_for_passes_have_the_bits_of_one_operation_after_the_other(native, dtype):
+    for num_rows in (191, 192, 193):
+        case = LayersCase.make([num_rows - 1, 1], size=576, gated_size=512, heads=(4, 2, 64), dtype=dtype, num_layers=2)
+        assert_same_bits(native, case)
+
+
 @pytest.mark.parametrize("int8", [PARTS, *((part,) for part in PARTS), ("qkv", "output", "gate_up")], ids="-".join)
 def test_layers_with_int8_weights_have_the_bits_of_one_operation_after_the_other(native, dtype, int8):
     for size, gated_size, heads in SMALL_SHAPES[:2]:

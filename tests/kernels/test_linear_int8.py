@@ -10,28 +10,14 @@ import torch
 
 from batchllm import ops
 from batchllm.kernels import linear, rope
-from batchllm.kernels.native import library as native_library
 
 SHAPES = [(1, 3), (7, 40), (17, 64), (70, 100), (100, 1100), (960, 576), (48, 2500)]
 """Outputs and inputs: whole tiles and not, and more inputs than float32 sums exactly."""
 
 
-def _paths() -> list[str]:
-    library = native_library.load()
-    return [] if isinstance(library, str) else library.runnable_paths()
-
-
-@pytest.fixture(params=["reference", *_paths()])
-def kernels(request: pytest.FixtureRequest) -> ops.Kernels:
-    """The reference, and what `native` gives."""
-    if request.param == "reference":
-        return ops.REFERENCE
-    library, kernels = native_library.load(), ops.native_kernels()
-    assert not isinstance(library, str) and not isinstance(kernels, str)
-    before = library.path_name()
-    library.use_path(request.param)
-    request.addfinalizer(lambda: library.use_path(before))
-    return kernels
+@pytest.fixture
+def kernels(reference_or_native: ops.Kernels) -> ops.Kernels:
+    return reference_or_native
 
 
 def make_rows(num_rows: int, in_size: int, dtype: torch.dtype) -> torch.Tensor:
