@@ -316,17 +316,6 @@ class TileEngine {
   void score_front(int num_columns, Ahead<bf16>& ahead) const;
   void weigh_apart(int row, int group, int front, float* a, Ahead<bf16>& ahead);
 
-  // 2^t to 1e-4, which is finer than the weights' eight bits.
-  static __m512 power(__m512 t) {
-    const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 f = _mm512_sub_ps(t, n);
-    __m512 p = _mm512_set1_ps(5.5171669e-2f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4261112e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9326099e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.9992807e-1f));
-    return _mm512_scalef_ps(p, n);
-  }
-
   static __mmask16 lanes(int count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : __mmask16((1u << count) - 1); }
 
   // Maxima of the columns' visible scores, times the scale. All before the first power, so that no column waits for another.
@@ -366,8 +355,8 @@ class TileEngine {
     for (int i = 0; i < 32 * steps; i += 32) {
       for (int n = 0; n < N; ++n) {
         const float* s = scores_ + (column + n) * kScoreStride + i;
-        __m512 even = power(_mm512_fmadd_ps(_mm512_loadu_ps(s), factor, offset[n]));
-        __m512 odd = power(_mm512_fmadd_ps(_mm512_loadu_ps(s + 16), factor, offset[n]));
+        __m512 even = exp2_rough({_mm512_fmadd_ps(_mm512_loadu_ps(s), factor, offset[n])}).v;
+        __m512 odd = exp2_rough({_mm512_fmadd_ps(_mm512_loadu_ps(s + 16), factor, offset[n])}).v;
         if (i + 32 > visible[n]) {
           even = _mm512_maskz_mov_ps(lanes(visible[n] - i), even);
           odd = _mm512_maskz_mov_ps(lanes(visible[n] - i - 16), odd);

@@ -17,27 +17,42 @@ BATCHLLM_INLINE Vec rounded(Vec a) {
 }
 template <>
 BATCHLLM_INLINE Vec rounded<float>(Vec a) { return a; }
+#if defined(__AVX512BF16__)
+template <>
+BATCHLLM_INLINE Vec rounded<bf16>(Vec a) { return rounded_to_bf16(a); }
+#endif
+
+// part(i, count, turn) for each 16 of `size` numbers, with 0 and 1 for `turn` in turn. Both, and but for the last part `count`, are known when
+// it is compiled.
+template <class PartOf>
+BATCHLLM_INLINE void in_parts(int64_t size, const PartOf& part) {
+  int64_t i = 0;
+  for (; i + 32 <= size; i += 32) part(i, 16, 0), part(i + 16, 16, 1);
+  if (i + 16 > size) {
+    if (i < size) part(i, int(size - i), 0);
+    return;
+  }
+  part(i, 16, 0);
+  if (i + 16 < size) part(i + 16, int(size - i - 16), 1);
+}
 
 template <class T>
 void rms_norm_row(const T* x, const T* weight, T* residual, T* out, int64_t size, float eps) {
   Vec sums[2] = {broadcast(0.0f), broadcast(0.0f)};
   const T* wide = residual != nullptr ? residual : x;
-  for (int64_t i = 0; i < size; i += 16) {
-    const int count = size - i < 16 ? int(size - i) : 16;
+  in_parts(size, [&](int64_t i, int count, int turn) __attribute__((always_inline)) {
     Vec h = load_some(x + i, count);
     if (residual != nullptr) {
       store_some(residual + i, load_some(residual + i, count) + h, count);
       h = load_some(residual + i, count);
     }
-    Vec& sum = sums[(i / 16) % 2];
-    sum = fma(h, h, sum);
-  }
+    sums[turn] = fma(h, h, sums[turn]);
+  });
   const float mean = sum_lanes(sums[0] + sums[1]) / float(size);
   const Vec factor = broadcast(1.0f / __builtin_sqrtf(mean + eps));
-  for (int64_t i = 0; i < size; i += 16) {
-    const int count = size - i < 16 ? int(size - i) : 16;
+  in_parts(size, [&](int64_t i, int count, int) __attribute__((always_inline)) {
     store_some(out + i, rounded<T>(load_some(wide + i, count) * factor) * load_some(weight + i, count), count);
-  }
+  });
 }
 
 template <class T>
@@ -62,6 +77,18 @@ BATCHLLM_INLINE Vec silu(Vec x) {
   return where_less(x, zero, x * power, x) / (one + power);
 }
 
+// As exactly as T can hold it.
+template <class T>
+BATCHLLM_INLINE Vec silu_for(Vec x) { return silu(x); }
+#if defined(__AVX512F__)
+template <>
+BATCHLLM_INLINE Vec silu_for<bf16>(Vec x) {
+  // An infinite power makes nothing of a large negative x; an infinite x has to keep its power from being no number.
+  const Vec power = exp2_rough(maximum(broadcast(-160.0f), x * broadcast(-1.44269504f)));
+  return x * reciprocal_rough(broadcast(1.0f) + power);
+}
+#endif
+
 template <class T>
 void silu_mul_rows(const void* gate_up, void* out, int64_t num_rows, int64_t size) {
 #pragma omp parallel for if (num_rows * size > kParallelNumbers) schedule(static)
@@ -70,7 +97,7 @@ void silu_mul_rows(const void* gate_up, void* out, int64_t num_rows, int64_t siz
     T* to = static_cast<T*>(out) + row * size;
     for (int64_t i = 0; i < size; i += 16) {
       const int count = size - i < 16 ? int(size - i) : 16;
-      store_some(to + i, rounded<T>(silu(load_some(gate + i, count))) * load_some(gate + size + i, count), count);
+      store_some(to + i, rounded<T>(silu_for<T>(load_some(gate + i, count))) * load_some(gate + size + i, count), count);
     }
   }
 }

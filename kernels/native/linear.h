@@ -72,7 +72,7 @@ __attribute__((noinline)) void finish_rows(const LinearCall& call, float* y, int
       std::memcpy(static_cast<float*>(call.out) + row * call.out_size + first, from, sizeof(float) * size_t(count));
     } else if (call.end == kSiluMul) {
       T* to = static_cast<T*>(call.out) + row * call.out_stride + first / 2;
-      for (int i = 0; i < width; i += 32) store(to + i / 2, silu(load(from + i)) * load(from + i + 16));
+      for (int i = 0; i < width; i += 32) store(to + i / 2, silu_for<T>(load(from + i)) * load(from + i + 16));
     } else if (call.end == kRopeWriteKv) {
       place_head(from, static_cast<T*>(call.out), row, int(first / width), call.rope);
     } else {

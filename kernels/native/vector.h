@@ -45,7 +45,22 @@ BATCHLLM_INLINE Vec widen_even(const uint32_t* p) { return {_mm512_castsi512_ps(
 BATCHLLM_INLINE Vec widen_odd(const uint32_t* p) {
   return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000u))))};
 }
+// 2^t to 1e-4 and 1 / a to 1e-4, which is finer than a bf16's eight bits; a power may be as large as t makes it.
+BATCHLLM_INLINE Vec exp2_rough(Vec t) {
+  const Vec n = nearest(t);
+  const Vec f = t - n;
+  Vec p = broadcast(5.5171669e-2f);
+  p = fma(p, f, broadcast(2.4261112e-1f));
+  p = fma(p, f, broadcast(6.9326099e-1f));
+  p = fma(p, f, broadcast(9.9992807e-1f));
+  return scale_by_power(p, n);
+}
+BATCHLLM_INLINE Vec reciprocal_rough(Vec a) { return {_mm512_rcp14_ps(a.v)}; }
 #if defined(__AVX512BF16__)
+BATCHLLM_INLINE Vec rounded_to_bf16(Vec a) {
+  const __m256i numbers = (__m256i)_mm512_cvtneps_pbh(a.v);
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16))};
+}
 BATCHLLM_INLINE void narrow(bf16* p, Vec a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
 #else
 BATCHLLM_INLINE void narrow(bf16* p, Vec a) {
