@@ -83,9 +83,7 @@ BATCHLLM_INLINE Vec silu_for(Vec x) { return silu(x); }
 #if defined(__AVX512F__)
 template <>
 BATCHLLM_INLINE Vec silu_for<bf16>(Vec x) {
-  // An infinite power makes nothing of a large negative x; an infinite x has to keep its power from being no number.
-  const Vec power = exp2_rough(maximum(broadcast(-160.0f), x * broadcast(-1.44269504f)));
-  return x * reciprocal_rough(broadcast(1.0f) + power);
+  return x * reciprocal_rough(broadcast(1.0f) + exp2_rough(x * broadcast(-1.44269504f)));
 }
 #endif
 

@@ -45,15 +45,15 @@ BATCHLLM_INLINE Vec widen_even(const uint32_t* p) { return {_mm512_castsi512_ps(
 BATCHLLM_INLINE Vec widen_odd(const uint32_t* p) {
   return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000u))))};
 }
-// 2^t to 1e-4 and 1 / a to 1e-4, which is finer than a bf16's eight bits; a power may be as large as t makes it.
+// 2^t and 1 / a to 1e-4, which is finer than a bf16's eight bits. Nothing keeps t from being infinite.
 BATCHLLM_INLINE Vec exp2_rough(Vec t) {
-  const Vec n = nearest(t);
-  const Vec f = t - n;
-  Vec p = broadcast(5.5171669e-2f);
-  p = fma(p, f, broadcast(2.4261112e-1f));
-  p = fma(p, f, broadcast(6.9326099e-1f));
-  p = fma(p, f, broadcast(9.9992807e-1f));
-  return scale_by_power(p, n);
+  // What t is above the next lower whole number, by which scalef() goes as well. The polynomial has the least relative error in [0, 1).
+  const Vec f = {_mm512_reduce_ps(t.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+  Vec p = broadcast(7.8024520e-2f);
+  p = fma(p, f, broadcast(2.2606716e-1f));
+  p = fma(p, f, broadcast(6.9583354e-1f));
+  p = fma(p, f, broadcast(9.9992522e-1f));
+  return {_mm512_scalef_ps(p.v, t.v)};
 }
 BATCHLLM_INLINE Vec reciprocal_rough(Vec a) { return {_mm512_rcp14_ps(a.v)}; }
 #if defined(__AVX512BF16__)
