@@ -347,10 +347,11 @@ class TileEngine {
   template <int N, bool kForked>
   void softmax(int column, const int32_t* visible, int steps, const float* m, float* l, Ahead<bf16>& ahead) const {
     const __m512 factor = _mm512_set1_ps(scale_);
-    __m512 offset[N], even_sum[N], odd_sum[N];
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    __m512 offset[N], sum[N];
     for (int n = 0; n < N; ++n) {
       offset[n] = _mm512_set1_ps(-m[n]);
-      even_sum[n] = odd_sum[n] = _mm512_setzero_ps();
+      sum[n] = _mm512_setzero_ps();
     }
     for (int i = 0; i < 32 * steps; i += 32) {
       for (int n = 0; n < N; ++n) {
@@ -361,12 +362,13 @@ class TileEngine {
           even = _mm512_maskz_mov_ps(lanes(visible[n] - i), even);
           odd = _mm512_maskz_mov_ps(lanes(visible[n] - i - 16), odd);
         }
-        even_sum[n] = _mm512_add_ps(even_sum[n], even), odd_sum[n] = _mm512_add_ps(odd_sum[n], odd);
-        _mm512_storeu_si512(weights_ + (column + n) * kWeightStride + i, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+        const __m512bh weights = _mm512_cvtne2ps_pbh(odd, even);
+        sum[n] = _mm512_dpbf16_ps(sum[n], weights, ones);
+        _mm512_storeu_si512(weights_ + (column + n) * kWeightStride + i, (__m512i)weights);
       }
       ask<kForked>(ahead, N);
     }
-    for (int n = 0; n < N; ++n) l[n] = _mm512_reduce_add_ps(_mm512_add_ps(even_sum[n], odd_sum[n]));
+    for (int n = 0; n < N; ++n) l[n] = _mm512_reduce_add_ps(sum[n]);
   }
 
   // Sums over the packed values of `steps` steps.
