@@ -304,16 +304,14 @@ def test_an_end_and_a_start_together_have_the_bits_of_one_after_the_other(
     assert torch.equal(pools[0].nan_to_num(), pools[1].nan_to_num())
 
 
-def test_a_row_between_attentions_has_the_same_bits_whatever_the_number_of_rows(kernels, dtype):
-    if kernels.name != "native":
-        pytest.skip("torch's product, and the tiles on a GPU, change with the number of rows")
-    case = BetweenCase.make(900, size=576, gated_size=512, heads=(4, 2, 64), dtype=dtype, kernels=kernels)
-    end, start = case.end(kernels), case.start(kernels)
+def test_a_row_between_attentions_has_the_same_bits_whatever_the_number_of_rows(native, dtype):
+    case = BetweenCase.make(900, size=576, gated_size=512, heads=(4, 2, 64), dtype=dtype, kernels=native)
+    end, start = case.end(native), case.start(native)
 
     def result(first, stop):
         rows, pool = slice(first, stop), case.pool(dtype)
         residual = case.residual[rows].clone()
-        query = kernels.between_attention(
+        query = native.between_attention(
             residual,
             eps=1e-5,
             attended=case.attended[rows].clone(),
@@ -332,14 +330,12 @@ def test_a_row_between_attentions_has_the_same_bits_whatever_the_number_of_rows(
 
 
 @pytest.mark.parametrize("name", ["output", "down", "qkv"])
-def test_weights_that_do_not_fit_between_attentions_are_refused(kernels, dtype, name):
-    if kernels.name != "native":
-        pytest.skip("torch and Triton check shapes themselves")
-    case = BetweenCase.make(3, size=64, gated_size=48, heads=(4, 2, 16), dtype=dtype, kernels=kernels)
+def test_weights_that_do_not_fit_between_attentions_are_refused(native, dtype, name):
+    case = BetweenCase.make(3, size=64, gated_size=48, heads=(4, 2, 16), dtype=dtype, kernels=native)
     case = dataclasses.replace(case, **{name: torch.randn(80, 80).to(dtype)})
-    following = {"start": case.start(kernels), "target": case.target(case.pool(dtype))}
+    following = {"start": case.start(native), "target": case.target(case.pool(dtype))}
     with pytest.raises(ValueError, match="residual must be|weight of 80 outputs"):
-        kernels.between_attention(case.residual, eps=1e-5, attended=case.attended, end=case.end(kernels), **following)
+        native.between_attention(case.residual, eps=1e-5, attended=case.attended, end=case.end(native), **following)
 
 
 @pytest.mark.parametrize("head_dim", [8, *HEAD_DIMS])
