@@ -42,6 +42,16 @@ struct Best {
   int64_t index;
 };
 
+// What becomes of whole tiles of one row, `from` [16 * num_tiles]: added to `to`, or gated to half as many.
+template <class T>
+BATCHLLM_INLINE void add_tiles(const float* from, T* to, int num_tiles) {
+  for (int i = 0; i < 16 * num_tiles; i += 16) store(to + i, load(to + i) + load(from + i));
+}
+template <class T>
+BATCHLLM_INLINE void gate_tiles(const float* from, T* to, int num_tiles) {
+  for (int i = 0; i < 16 * num_tiles; i += 32) store(to + i / 2, silu_for<T>(load(from + i)) * load(from + i + 16));
+}
+
 // What becomes of y [rows, 16 * num_tiles], whose first output is 16 * tile: written, added, gated, rotated or compared.
 template <class T>
 __attribute__((noinline)) void finish_rows(const LinearCall& call, float* y, int64_t first_row, int rows, int64_t tile, int num_tiles, Best* best) {
@@ -64,15 +74,14 @@ __attribute__((noinline)) void finish_rows(const LinearCall& call, float* y, int
     } else if (call.end == kAdd) {
       T* to = static_cast<T*>(call.out) + row * call.out_stride + first;
       if (count == width) {
-        for (int i = 0; i < width; i += 16) store(to + i, load(to + i) + load(from + i));
+        add_tiles(from, to, num_tiles);
       } else {
         for (int i = 0; i < count; i += 16) store_some(to + i, load_some(to + i, count - i) + load(from + i), count - i);
       }
     } else if (call.end == kStoreFloat) {
       std::memcpy(static_cast<float*>(call.out) + row * call.out_size + first, from, sizeof(float) * size_t(count));
     } else if (call.end == kSiluMul) {
-      T* to = static_cast<T*>(call.out) + row * call.out_stride + first / 2;
-      for (int i = 0; i < width; i += 32) store(to + i / 2, silu_for<T>(load(from + i)) * load(from + i + 16));
+      gate_tiles(from, static_cast<T*>(call.out) + row * call.out_stride + first / 2, num_tiles);
     } else if (call.end == kRopeWriteKv) {
       place_head(from, static_cast<T*>(call.out), row, int(first / width), call.rope);
     } else {
@@ -107,6 +116,10 @@ struct Beside {
   float* y = nullptr;
   int64_t first_row = 0, tile = 0;
   int num_tiles = 0, rows = 0, next = 0;
+  // Of two whole tiles without bias that are added or gated, as those of most blocks are: the next row, and where it goes.
+  enum Pair : int32_t { kNoPair, kAddPair, kGatePair } pair = kNoPair;
+  float* from = nullptr;
+  T* to = nullptr;
 
   // What is asked for from now on, about `lines` lines of it at each step.
   void ask_for(const char* from, const char* until, int lines) { at = from, stop = until, turn = 0, rounds = (lines + kPages - 1) / kPages; }
@@ -123,7 +136,24 @@ struct Beside {
 
   BATCHLLM_INLINE void step() {
     ask();
-    if (next < rows) finish(step_rows);
+    if (next >= rows) return;
+    if (pair == kNoPair) return finish(step_rows);
+    const int count = next + step_rows < rows ? step_rows : rows - next;
+    next += count;
+    if (pair == kAddPair) {
+      finish_pair(count, [](const float* sums, T* out) __attribute__((always_inline)) { add_tiles(sums, out, 2); });
+    } else {
+      finish_pair(count, [](const float* sums, T* out) __attribute__((always_inline)) { gate_tiles(sums, out, 2); });
+    }
+  }
+
+  // What finish(count) does: a call of that for a row or two costs as much as they do.
+  template <class End>
+  BATCHLLM_INLINE void finish_pair(int count, const End& end) {
+    for (int i = 0; i < count; ++i, from += 32, to += call.out_stride) {
+      Multiplier::settle(block, next - count + i, Multiplier::weight_tile(call, tile), call.in_size, 2, from);
+      end(from, to);
+    }
   }
 
   void finish(int count) {
@@ -144,6 +174,12 @@ struct Beside {
     block = last, y = last_y, first_row = row, rows = num_rows, tile = last_tile, num_tiles = tiles, next = 0;
     const int steps = int(call.in_size / Multiplier::kStepInputs) * (tiles + 1) / 2;
     step_rows = steps > 0 ? (num_rows + steps - 1) / steps : num_rows;
+    pair = kNoPair;
+    if (tiles != 2 || call.bias != nullptr) return;
+    if (call.end == kSiluMul) pair = kGatePair;
+    if (call.end == kAdd && 16 * (last_tile + 2) <= call.out_size) pair = kAddPair;
+    from = last_y;
+    to = static_cast<T*>(call.out) + row * call.out_stride + (pair == kGatePair ? 8 : 16) * last_tile;
   }
 };
 
