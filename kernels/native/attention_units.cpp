@@ -1,5 +1,6 @@
 // Cuts a step's attention into units for the threads. Compiled for any processor.
 #include <omp.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -81,6 +82,8 @@ const AttentionUnit* attention_units(const AttentionCall& call, bool forks, int6
 int num_threads() { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
 
 namespace {
+constexpr size_t kHugePageBytes = 2 << 20;
+
 struct Slots {
   void* memory[kNumScratchSlots] = {};
   size_t size[kNumScratchSlots] = {};
@@ -94,8 +97,13 @@ void* scratch(ScratchSlot slot, size_t num_bytes) {
   static thread_local Slots slots;
   if (num_bytes > slots.size[slot]) {
     std::free(slots.memory[slot]);
-    const size_t size = (num_bytes + num_bytes / 4 + 4095) / 4096 * 4096;
-    slots.memory[slot] = std::aligned_alloc(4096, size);
+    // Rows of a pass lie in hundreds of small pages, each of which a core has to find again and again.
+    const size_t wanted = num_bytes + num_bytes / 4, page = wanted > kHugePageBytes / 2 ? kHugePageBytes : 4096;
+    const size_t size = (wanted + page - 1) / page * page;
+    slots.memory[slot] = std::aligned_alloc(page, size);
+#ifdef MADV_HUGEPAGE
+    if (page == kHugePageBytes && slots.memory[slot] != nullptr) madvise(slots.memory[slot], size, MADV_HUGEPAGE);
+#endif
     slots.size[slot] = size;
     if (slots.memory[slot] == nullptr) {
       std::fprintf(stderr, "batchllm: no memory for %zu bytes of scratch\n", size);

@@ -14,9 +14,9 @@ inline constexpr int64_t kOwnRows = 96;     // fewer rows of its own cost a thre
 // Numbers between rows of `size`: not a multiple of 512, so that rows can be multiplied as they lie.
 inline int64_t gated_stride(int64_t size) { return size % 512 == 0 ? size + 32 : size; }
 
-// All of `call` for its rows by one thread, `packed` [blocks] for those that cannot be read as they lie. [next, next_stop): as in Work.
+// All of `call` for its rows by one thread, `packed` [blocks] for those that cannot be read as they lie. `next`: as in Work.
 template <class Multiplier>
-void multiply_alone(const LinearCall& call, Multiplier& multiplier, float* y, char* packed, const char* next, const char* next_stop) {
+void multiply_alone(const LinearCall& call, Multiplier& multiplier, float* y, char* packed, const Weights& next) {
   using T = typename Multiplier::Number;
   const bool reads_rows = Multiplier::reads_rows(call);
   const size_t block_bytes = Multiplier::block_bytes(call.in_size);
@@ -33,8 +33,7 @@ void multiply_alone(const LinearCall& call, Multiplier& multiplier, float* y, ch
     return Multiplier::packed_block(packed + (reads_rows ? 0 : b) * block_bytes, call.in_size);
   };
   Work<Multiplier> work(call, multiplier, y, nullptr);
-  const int64_t tiles = (call.out_size + 15) / 16;
-  work.multiply(0, (tiles + work.group_tiles - 1) / work.group_tiles, 0, blocks, block_at, next, next_stop);
+  work.multiply(0, Work<Multiplier>::num_groups(call), 0, blocks, block_at, next);
   work.beside.finish_rest();
 }
 
@@ -42,17 +41,16 @@ void multiply_alone(const LinearCall& call, Multiplier& multiplier, float* y, ch
 template <class Multiplier>
 struct RowProducts {
   LinearCall calls[4];
+  Weights first_weights[4];
   int count = 0;
 
-  void add(const LinearCall& call) { calls[count++] = call; }
-
-  // The first weights that are wanted after product `i`, of this pass or of the next.
-  const char* next(int i) const { return Multiplier::weight_tile(calls[(i + 1) % count], 0); }
-  const char* next_stop(int i) const {
-    const LinearCall& call = calls[(i + 1) % count];
-    const int64_t tiles = (call.out_size + 15) / 16;
-    return Multiplier::weight_tile(call, tiles < 8 ? tiles : 8);
+  void add(const LinearCall& call) {
+    first_weights[count] = Work<Multiplier>::first_weights(call, 0, Work<Multiplier>::num_groups(call), (call.num_rows + kBlockRows - 1) / kBlockRows);
+    calls[count++] = call;
   }
+
+  // The first weights that are wanted after product `i`, of this pass or of the next. Passes take some rows less at most.
+  Weights next(int i) const { return first_weights[(i + 1) % count]; }
 
   size_t packed_bytes(int64_t blocks) const {
     size_t most = 0;
@@ -169,7 +167,7 @@ void run_between_attention(const BetweenAttentionCall& call) {
           rms_norm_row<T>(stream + row * size, static_cast<const T*>(weight), nullptr, normed + row * size, size, call.eps);
       };
       const auto multiply = [&](const LinearCall& product) {
-        multiply_alone(product, multiplier, y, packed, products.next(number), products.next_stop(number));
+        multiply_alone(product, multiplier, y, packed, products.next(number));
         ++number;
       };
       if (ends) {

@@ -138,20 +138,6 @@ BATCHLLM_INLINE void place_head(const From* from, T* query, int64_t row, int hea
   copy_numbers(from, to, head_dim);
 }
 
-// Where place_head() will write head `head` of `rows` rows: lines of the pool that no cache holds.
-template <class T>
-BATCHLLM_INLINE void ask_for_heads(const RopeTarget& target, int64_t first_row, int rows, int head) {
-  const int64_t kv_head = head - target.num_heads;
-  if (kv_head < 0) return;
-  for (int64_t row = first_row; row < first_row + rows; ++row) {
-    const int64_t slot = target.slots[row];
-    if (slot < 0) continue;
-    const char* to = static_cast<const char*>(target.kv) + int64_t(sizeof(T)) * (slot / target.block_size * target.block_stride +
-                     (kv_head * target.block_size + slot % target.block_size) * target.head_dim);
-    for (int b = 0; b < target.head_dim * int(sizeof(T)); b += 64) __builtin_prefetch(to + b, 1, 3);
-  }
-}
-
 template <class T>
 void rope_write_kv_rows(const void* qkv, void* query, int64_t num_rows, const RopeTarget& target) {
   const int num_all = target.num_heads + 2 * target.num_kv_heads;

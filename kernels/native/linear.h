@@ -99,6 +99,12 @@ __attribute__((noinline)) void finish_rows(const LinearCall& call, float* y, int
   }
 }
 
+// Weights that are wanted soon.
+struct Weights {
+  const char* from = nullptr;
+  const char* stop = nullptr;
+};
+
 // What goes on beside a block's products: the weights that are multiplied next are asked for, a few lines at a time, and the block before
 // is finished, a few rows at a time. Tile units and the others work at once then.
 template <class Multiplier>
@@ -108,51 +114,57 @@ struct Beside {
 
   const LinearCall& call;
   Best* best;
-  const char* at = nullptr;  // the pages whose turn it is
-  const char* stop = nullptr;
+  Weights wanted;  // from the pages on whose turn it is
   int turn = 0, rounds = 0, step_rows = 0;
   // The block before.
   typename Multiplier::Block block = {};
   float* y = nullptr;
   int64_t first_row = 0, tile = 0;
   int num_tiles = 0, rows = 0, next = 0;
-  // Of two whole tiles without bias that are added or gated, as those of most blocks are: the next row, and where it goes.
-  enum Pair : int32_t { kNoPair, kAddPair, kGatePair } pair = kNoPair;
+  // Of blocks as most are, a head or two whole tiles that are added or gated, without bias: the next row, and where it goes.
+  enum Quick : int32_t { kNotQuick, kAddPair, kGatePair, kHead } quick = kNotQuick;
   float* from = nullptr;
   T* to = nullptr;
 
-  // What is asked for from now on, about `lines` lines of it at each step.
-  void ask_for(const char* from, const char* until, int lines) { at = from, stop = until, turn = 0, rounds = (lines + kPages - 1) / kPages; }
+  // What is asked for from now on, all of it within `num_steps`.
+  void ask_for(const Weights& weights, int64_t num_steps) {
+    const int64_t lines = (weights.stop - weights.from) / 64;
+    wanted = weights, turn = 0, rounds = int((lines + kPages * num_steps - 1) / (kPages * num_steps));
+  }
 
   // Pages take turns, as where attention reads ahead: a page's own prefetcher is faster than asking, if it is not caught up with. What lies
   // behind the last ones is mostly wanted next.
   BATCHLLM_INLINE void ask() {
-    if (at >= stop) return;
-    for (int i = 0; i < rounds; ++i, at += 64) {
-      for (int page = 0; page < kPages; ++page) __builtin_prefetch(at + page * kPageBytes, 0, 2);
-      if (++turn == kPageBytes / 64) turn = 0, at += (kPages - 1) * kPageBytes;
+    if (wanted.from >= wanted.stop) return;
+    for (int i = 0; i < rounds; ++i, wanted.from += 64) {
+      for (int page = 0; page < kPages; ++page) __builtin_prefetch(wanted.from + page * kPageBytes, 0, 2);
+      if (++turn == kPageBytes / 64) turn = 0, wanted.from += (kPages - 1) * kPageBytes;
     }
   }
 
   BATCHLLM_INLINE void step() {
     ask();
     if (next >= rows) return;
-    if (pair == kNoPair) return finish(step_rows);
     const int count = next + step_rows < rows ? step_rows : rows - next;
-    next += count;
-    if (pair == kAddPair) {
-      finish_pair(count, [](const float* sums, T* out) __attribute__((always_inline)) { add_tiles(sums, out, 2); });
+    if (quick == kAddPair) {
+      finish_quickly(count, 2, [](const float* sums, T* out, int64_t) __attribute__((always_inline)) { add_tiles(sums, out, 2); });
+    } else if (quick == kGatePair) {
+      finish_quickly(count, 2, [](const float* sums, T* out, int64_t) __attribute__((always_inline)) { gate_tiles(sums, out, 2); });
+    } else if (quick == kHead) {
+      finish_quickly(count, num_tiles, [&](const float* sums, T* out, int64_t row) __attribute__((always_inline)) {
+        place_head(sums, out, row, int(tile / num_tiles), call.rope);
+      });
     } else {
-      finish_pair(count, [](const float* sums, T* out) __attribute__((always_inline)) { gate_tiles(sums, out, 2); });
+      finish(count);
     }
   }
 
   // What finish(count) does: a call of that for a row or two costs as much as they do.
   template <class End>
-  BATCHLLM_INLINE void finish_pair(int count, const End& end) {
-    for (int i = 0; i < count; ++i, from += 32, to += call.out_stride) {
-      Multiplier::settle(block, next - count + i, Multiplier::weight_tile(call, tile), call.in_size, 2, from);
-      end(from, to);
+  BATCHLLM_INLINE void finish_quickly(int count, int tiles, const End& end) {
+    for (const int until = next + count; next < until; ++next, from += 16 * tiles, to += quick == kHead ? 0 : call.out_stride) {
+      Multiplier::settle(block, next, Multiplier::weight_tile(call, tile), call.in_size, tiles, from);
+      end(from, to, first_row + next);
     }
   }
 
@@ -174,20 +186,27 @@ struct Beside {
     block = last, y = last_y, first_row = row, rows = num_rows, tile = last_tile, num_tiles = tiles, next = 0;
     const int steps = int(call.in_size / Multiplier::kStepInputs) * (tiles + 1) / 2;
     step_rows = steps > 0 ? (num_rows + steps - 1) / steps : num_rows;
-    pair = kNoPair;
-    if (tiles != 2 || call.bias != nullptr) return;
-    if (call.end == kSiluMul) pair = kGatePair;
-    if (call.end == kAdd && 16 * (last_tile + 2) <= call.out_size) pair = kAddPair;
+    quick = kNotQuick;
+    if (call.bias != nullptr) return;
     from = last_y;
-    to = static_cast<T*>(call.out) + row * call.out_stride + (pair == kGatePair ? 8 : 16) * last_tile;
+    to = static_cast<T*>(call.out);
+    if (call.end == kRopeWriteKv) {
+      quick = kHead;
+    } else if (call.end == kSiluMul && tiles == 2) {
+      quick = kGatePair, to += row * call.out_stride + 8 * last_tile;
+    } else if (call.end == kAdd && tiles == 2 && 16 * (last_tile + 2) <= call.out_size) {
+      quick = kAddPair, to += row * call.out_stride + 16 * last_tile;
+    }
   }
 };
 
-// Groups of tiles that pass a block of rows before the next one has its turn: a block stays in the first cache level meanwhile, and the
-// weights in the second until all blocks had them. Few blocks are done before many weights have come.
-inline int64_t panel_groups(int64_t group_bytes, int64_t num_blocks) {
+// Groups of tiles that pass a block of rows before the next one has its turn, of `num_groups`: a block stays in the first cache level
+// meanwhile, and the weights in the second until all blocks had them. Few blocks are done before many weights have come. All panels are about
+// as large, for the next one's weights are asked for during each.
+inline int64_t panel_groups(int64_t num_groups, int64_t group_bytes, int64_t num_blocks) {
   const int64_t bytes = num_blocks < 8 ? num_blocks * (32 << 10) : 256 << 10;
-  return bytes > group_bytes ? bytes / group_bytes : 1;
+  const int64_t most = bytes > group_bytes ? bytes / group_bytes : 1, num_panels = (num_groups + most - 1) / most;
+  return (num_groups + num_panels - 1) / num_panels;
 }
 
 // How a product is shared out. With enough rows each thread has a range of them to itself: what it reads was mostly written by itself, by
@@ -261,22 +280,30 @@ struct Work {
   Work(const LinearCall& call, Multiplier& multiplier, float* y, Best* best)
       : call(call), multiplier(multiplier), y(y), group_tiles(group_tiles_of(call)), beside{call, best} {}
 
-  const char* weight(int64_t group) const {
-    const int64_t tiles = (call.out_size + 15) / 16, tile = group * group_tiles;
+  static int64_t num_groups(const LinearCall& call) { return ((call.out_size + 15) / 16 + group_tiles_of(call) - 1) / group_tiles_of(call); }
+  static const char* weight_of(const LinearCall& call, int64_t group) {
+    const int64_t tiles = (call.out_size + 15) / 16, tile = group * group_tiles_of(call);
     return Multiplier::weight_tile(call, tile < tiles ? tile : tiles);
   }
+  // Of the first panel of groups [first, last), which `num_blocks` blocks pass.
+  static Weights first_weights(const LinearCall& call, int64_t first, int64_t last, int64_t num_blocks) {
+    const int64_t panel = panel_groups(last - first, weight_of(call, 1) - weight_of(call, 0), num_blocks);
+    return {weight_of(call, first), weight_of(call, first + panel)};
+  }
+
+  const char* weight(int64_t group) const { return weight_of(call, group); }
 
   // Groups [first, last) for blocks [first_block, last_block). block_at(b, &first_row, &rows) says where block b is; one of no rows ends
-  // them. [next, next_stop): weights that are wanted afterwards.
+  // them. `next`: weights that are wanted afterwards.
   template <class BlockAt>
-  void multiply(int64_t first, int64_t last, int64_t first_block, int64_t last_block, const BlockAt& block_at, const char* next,
-                const char* next_stop) {
+  void multiply(int64_t first, int64_t last, int64_t first_block, int64_t last_block, const BlockAt& block_at, const Weights& next) {
     const int64_t num_blocks = last_block - first_block, tiles = (call.out_size + 15) / 16;
-    const int64_t panel = panel_groups(weight(1) - weight(0), num_blocks);
-    const int lines = int((32 + num_blocks - 1) / num_blocks);
+    const int64_t panel = panel_groups(last - first, weight(1) - weight(0), num_blocks);
+    const int64_t group_steps = (call.in_size / Multiplier::kStepInputs + 1) * ((group_tiles + 1) / 2) * num_blocks;
     for (int64_t start = first; start < last; start += panel) {
       const int64_t stop = start + panel < last ? start + panel : last;
-      beside.ask_for(stop < last ? weight(stop) : next, stop < last ? weight(stop + panel < last ? stop + panel : last) : next_stop, lines);
+      const Weights following = {weight(stop), weight(stop + panel < last ? stop + panel : last)};
+      beside.ask_for(stop < last ? following : next, (stop - start) * group_steps);
       for (int64_t b = first_block; b < last_block; ++b) {
         int64_t first_row = 0;
         int rows = 0;
@@ -285,7 +312,6 @@ struct Work {
         for (int64_t group = start; group < stop; ++group) {
           const int64_t tile = group * group_tiles;
           const int num_tiles = int(tiles - tile < group_tiles ? tiles - tile : group_tiles);
-          if (call.end == kRopeWriteKv) ask_for_heads<typename Multiplier::Number>(call.rope, first_row, rows, int(group));
           float* to = y + turn * y_numbers(group_tiles);
           turn ^= 1;
           multiplier.multiply(block, rows, weight(group), call.in_size, num_tiles, to, beside);
@@ -301,11 +327,10 @@ template <class Multiplier>
 void run_linear(const LinearCall& call) {
   using T = typename Multiplier::Number;
   if (call.num_rows == 0) return;
-  const int64_t tiles = (call.out_size + 15) / 16;
   const int group_tiles = Work<Multiplier>::group_tiles_of(call);
   const size_t block_bytes = Multiplier::block_bytes(call.in_size);
   const int threads = num_threads();
-  Shares shares = share_out(call.num_rows, (tiles + group_tiles - 1) / group_tiles, block_bytes, threads);
+  Shares shares = share_out(call.num_rows, Work<Multiplier>::num_groups(call), block_bytes, threads);
   // Only the last block can be one that has to be packed because it is of an odd size.
   const bool reads_rows = Multiplier::reads_rows(call);
   const int64_t num_packed = !reads_rows ? shares.num_ranges * shares.blocks : call.num_rows % 16 != 0;
@@ -354,16 +379,15 @@ void run_linear(const LinearCall& call) {
       const int64_t first_group = part.number % shares.group_parts * shares.part_groups;
       const int64_t last_group = first_group + shares.part_groups < shares.groups ? first_group + shares.part_groups : shares.groups;
       const int64_t next_group = next.number % shares.group_parts * shares.part_groups;
-      const int64_t panel = panel_groups(work.weight(1) - work.weight(0), last_block - first_block);
-      const bool has_next = next.range >= 0;
+      const int64_t next_stop = next_group + shares.part_groups < shares.groups ? next_group + shares.part_groups : shares.groups;
       const auto block_at = [&](int64_t b, int64_t* first_row, int* rows) -> typename Multiplier::Block {
         *rows = shares.rows_of(part.range, b);
         *first_row = shares.first_row(part.range, b);
         if (reads_rows && *rows % 16 == 0) return Multiplier::rows_block(call, *first_row);
         return Multiplier::packed_block(thread_packed + (reads_rows ? 0 : part.range * shares.blocks + b) * block_bytes, call.in_size);
       };
-      work.multiply(first_group, last_group, first_block, last_block, block_at, has_next ? work.weight(next_group) : nullptr,
-                    has_next ? work.weight(next_group + panel) : nullptr);
+      work.multiply(first_group, last_group, first_block, last_block, block_at,
+                    next.range >= 0 ? Work<Multiplier>::first_weights(call, next_group, next_stop, last_block - first_block) : Weights());
       part = next;
     }
     work.beside.finish_rest();

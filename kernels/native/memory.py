@@ -71,6 +71,16 @@ def _madvise(address: int, num_bytes: int, advice: int) -> bool:
     return bool(madvise(address, num_bytes, advice) == 0)
 
 
+def empty_in_huge_pages(num_bytes: int) -> torch.Tensor:
+    """Bytes without values that begin with a page; a huge one, where the system has them and there are as many bytes."""
+    if num_bytes < _HUGE_PAGE_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    whole = torch.empty(num_bytes + _HUGE_PAGE_BYTES, dtype=torch.uint8)
+    advise_huge_pages(whole)
+    start = -whole.data_ptr() % _HUGE_PAGE_BYTES
+    return whole[start : start + num_bytes]
+
+
 def empty_in_arena(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """A tensor without values, for weights: the small ones lie together, so that huge pages are below them too.
 
@@ -82,8 +92,6 @@ def empty_in_arena(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> t
         num_bytes *= size
     taken = -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
     if taken > _arena.numel():
-        whole = torch.empty(max(_ARENA_BYTES, taken) + _HUGE_PAGE_BYTES, dtype=torch.uint8)
-        advise_huge_pages(whole)
-        _arena = whole[-whole.data_ptr() % _HUGE_PAGE_BYTES :]
+        _arena = empty_in_huge_pages(max(_ARENA_BYTES, taken))
     piece, _arena = _arena[:num_bytes], _arena[taken:]
     return piece.view(dtype).view(shape)

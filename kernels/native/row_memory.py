@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchllm.kernels.native.memory import advise_huge_pages
+from batchllm.kernels.native.memory import empty_in_huge_pages
 
 _LEAST_BYTES = 128 << 10
 """Smaller tensors are malloc's: they fit its holes."""
@@ -67,9 +67,7 @@ def _take(num_grains: int) -> np.ndarray:
         if _pop(size) is not None:
             break
     _free.setdefault(num_grains, [])
-    fresh = torch.empty(num_grains * _GRAIN_BYTES, dtype=torch.uint8)
-    advise_huge_pages(fresh)
-    return fresh.numpy()
+    return empty_in_huge_pages(num_grains * _GRAIN_BYTES).numpy()
 
 
 def _pop(num_grains: int) -> np.ndarray | None:
