@@ -129,10 +129,10 @@ Chunk<T> find_positions(const AttentionCall& call, int kv_head, int row, int sta
   const int64_t head_size = int64_t(call.block_size) * call.head_dim;
   const T* head = static_cast<const T*>(call.kv) + kv_head * head_size;
   const int count = stop > start ? stop - start : 0;
-  int i = 0;
-  while (i < count) {
-    const int block = (start + i) / call.block_size, first = (start + i) % call.block_size;
-    const T* base = head + table[block] * call.block_stride + int64_t(first) * call.head_dim;
+  const int32_t* block = table + start / call.block_size;
+  int first = start % call.block_size;
+  for (int i = 0; i < count; ++block, first = 0) {
+    const T* base = head + *block * call.block_stride + int64_t(first) * call.head_dim;
     const int end = i + call.block_size - first < count ? i + call.block_size - first : count;
     for (; i < end; ++i, base += call.head_dim) keys[i] = base;
   }
