@@ -363,7 +363,7 @@ def main() -> int:
     measured: dict[str, Any] = {"path": library.path_name(), "threads": num_threads, "call_s": measure_call(passes)}
     num_sequences = 24 if options.quick else 64
     if "decode" in wanted:
-        measured |= measure_decode(kernels, num_sequences=4 * num_sequences, context=4 * CHUNK, passes=passes)
+        measured |= measure_decode(kernels, num_sequences=4 * num_sequences, context=4 * CHUNK, passes=3 * passes)
         measured |= measure_shared_prefix(kernels, num_sequences=num_sequences, prefix=4 * CHUNK, passes=passes)
     if "prefill" in wanted:
         measured |= measure_prefill(kernels, length=2048, passes=passes)
