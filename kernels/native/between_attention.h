@@ -49,7 +49,7 @@ struct RowProducts {
     calls[count++] = call;
   }
 
-  // The first weights that are wanted after product `i`, of this pass or of the next. Passes take some rows less at most.
+  // The first weights that are wanted after product `i`, of this pass or of the next; the last pass may have fewer rows than it is counted for.
   Weights next(int i) const { return first_weights[(i + 1) % count]; }
 
   size_t packed_bytes(int64_t blocks) const {

@@ -72,7 +72,7 @@ def _madvise(address: int, num_bytes: int, advice: int) -> bool:
 
 
 def empty_in_huge_pages(num_bytes: int) -> torch.Tensor:
-    """Bytes without values that begin with a page; a huge one, where the system has them and there are as many bytes."""
+    """Bytes without values, uint8. As many as a huge page or more begin with one, where the system has them."""
     if num_bytes < _HUGE_PAGE_BYTES:
         return torch.empty(num_bytes, dtype=torch.uint8)
     whole = torch.empty(num_bytes + _HUGE_PAGE_BYTES, dtype=torch.uint8)

@@ -122,11 +122,17 @@ def rope_write_kv(
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, int8: bool = False) -> NativeLinear:
-    """Weight [out_size, in_size] float32 or bfloat16, packed: a copy, with `int8` rounded."""
+    """Weight [out_size, in_size] float32 or bfloat16, packed: a copy, with `int8` rounded. Raises ValueError for one without numbers."""
+    _require_numbers(weight)
     packed = _int8_tiles(weight) if int8 else _plain_tiles(weight)
     return NativeLinear(
         weight=packed, bias=_wide_bias(bias, weight.shape[0]), out_size=weight.shape[0], in_size=weight.shape[1]
     )
+
+
+def _require_numbers(weight: torch.Tensor) -> None:
+    if weight.numel() == 0:
+        raise ValueError(f"weight: must have outputs and inputs, is {tuple(weight.shape)}")
 
 
 def _wide_bias(bias: torch.Tensor | None, out_size: int) -> torch.Tensor | None:
@@ -168,6 +174,7 @@ def _int8_tiles(weight: torch.Tensor) -> torch.Tensor:
 
 
 def pack_linear_gated(weight: torch.Tensor, bias: torch.Tensor | None = None, *, int8: bool = False) -> NativeLinear:
+    _require_numbers(weight)
     size = weight.shape[0] // 2
     if size % 16:
         return pack_linear(weight, bias, int8=int8)

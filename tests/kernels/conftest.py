@@ -24,6 +24,7 @@ import torch
 
 from batchllm import ops
 from batchllm.kernels.attention import CHUNK, AttentionPlan
+from batchllm.kernels.native import layers, operations, row_memory
 from batchllm.kernels.native import library as native_library
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -96,8 +97,15 @@ def _native_on(path: str) -> Iterator[ops.Kernels]:
 
 
 @pytest.fixture(autouse=True)
-def poison_new_tensors() -> Iterator[None]:
-    """Fills what `torch.empty` returns with NaN, so that a result which was never written is seen."""
+def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fills what `torch.empty` and `empty_rows` return with NaN, so that a result which was never written is seen."""
+
+    def poisoned_rows(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        rows = row_memory.empty_rows(shape, dtype)
+        return rows.fill_(torch.nan) if dtype.is_floating_point else rows
+
+    for module in (operations, layers):
+        monkeypatch.setattr(module, "empty_rows", poisoned_rows)
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
     yield

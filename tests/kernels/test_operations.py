@@ -469,6 +469,13 @@ def test_rows_of_a_rounded_weight_are_refused(kernels, dtype):
         kernels.packed_rows(packed, torch.tensor([0]))
 
 
+def test_a_weight_without_numbers_is_refused(native):
+    for shape in ((0, 32), (32, 0)):
+        for pack in (native.pack_linear, native.pack_linear_gated):
+            with pytest.raises(ValueError, match="must have outputs and inputs"):
+                pack(torch.empty(shape))
+
+
 def test_linear_of_no_rows_is_empty(kernels, dtype):
     packed = kernels.pack_linear(torch.randn(24, 40).to(dtype))
     assert kernels.linear(torch.randn(0, 40).to(dtype), packed).shape == (0, 24)
