@@ -49,7 +49,7 @@ class TileEngine {
       if (forked_) {
         __m512i r[16];
         for (int c = 0; c < 16; ++c) r[c] = c < num_columns ? _mm512_loadu_si512(pointers[c] + 32 * k) : _mm512_setzero_si512();
-        amx::transpose(r);
+        transpose(r);
         for (int i = 0; i < 16; ++i) _mm512_storeu_si512(fork_query(k, kTileColumns * tile) + 2 * kForkColumns * i, r[i]);
         continue;
       }
@@ -161,7 +161,7 @@ class TileEngine {
       } else {
         for (int i = 0; i < 16; ++i) r[i] = i < rows ? load_row(chunk_->keys[start + i], 32 * k) : _mm512_setzero_si512();
       }
-      amx::transpose(r);
+      transpose(r);
       for (int i = 0; i < 16; ++i) _mm512_store_si512(key_tile(slot, k) + 32 * i, r[i]);
     }
   }
@@ -306,7 +306,7 @@ class TileEngine {
   static void turn_wide(const float* from, float* to, int num_columns) {
     __m512i r[16];
     for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(from + 16 * i);
-    amx::transpose(r);
+    transpose(r);
     for (int c = 0; c < num_columns; ++c) _mm512_storeu_si512(to + c * kScoreStride, r[c]);
   }
 

@@ -6,7 +6,16 @@
 namespace batchllm {
 namespace BATCHLLM_PATH {
 
+// A weight as exactly as an output of T needs it.
+template <class T>
+BATCHLLM_INLINE Vec weight_for(Vec t) { return exp2_negative(t); }
+#if defined(__AVX512F__)
+template <>
+BATCHLLM_INLINE Vec weight_for<bf16>(Vec t) { return exp2_rough(t); }
+#endif
+
 // s [visible ... padded]: raw products on entry, weights on return, zero behind `visible`. Returns the row's maximum and sum.
+template <class T>
 BATCHLLM_INLINE void softmax_row(float* s, int visible, int padded, float scale, float* m, float* l) {
   const float infinity = __builtin_inff();
   for (int i = visible; i < padded; ++i) s[i] = -infinity;
@@ -17,7 +26,7 @@ BATCHLLM_INLINE void softmax_row(float* s, int visible, int padded, float scale,
   const Vec offset = broadcast(-*m);
   Vec sum = broadcast(0.0f);
   for (int i = 0; i < padded; i += 16) {
-    const Vec p = exp2_negative(fma(load(s + i), factor, offset));
+    const Vec p = weight_for<T>(fma(load(s + i), factor, offset));
     store(s + i, p);
     sum = sum + p;
   }
@@ -33,20 +42,21 @@ class VectorEngine {
 
   static size_t scratch_bytes(int head_dim) {
     const int width = round_up(head_dim, 16);
-    return sizeof(float) * (size_t(kUnitColumns) * head_dim + size_t(head_dim) * kKeyStride + size_t(kChunk) * width + kPairColumns * kScoreStride);
+    return sizeof(float) * (size_t(kUnitColumns) * head_dim + size_t(kChunk) * (head_dim + width) + kPairColumns * kScoreStride);
   }
 
   VectorEngine(const AttentionCall& call, char* memory)
       : head_dim_(call.head_dim), width_(round_up(call.head_dim, 16)), scale_(call.scale * kLog2E) {
-    query_ = reinterpret_cast<float*>(memory);
-    keys_ = query_ + size_t(kUnitColumns) * head_dim_;
-    values_ = keys_ + size_t(head_dim_) * kKeyStride;
+    keys_ = reinterpret_cast<float*>(memory);
+    values_ = keys_ + size_t(kChunk) * head_dim_;
     scores_ = values_ + size_t(kChunk) * width_;
+    query_ = scores_ + kPairColumns * kScoreStride;
   }
 
   static bool forks(const AttentionCall&) { return false; }
 
-  void start_unit(const AttentionUnit&) {}
+  // A unit of few columns is done soon after its keys are packed: most of what comes next is asked for meanwhile.
+  void start_unit(const AttentionUnit& unit) { pack_asks_ = unit.num_columns <= kTileColumns ? 12 : 2; }
 
   void pack_query(int tile, const T* const* pointers, int num_columns) {
     for (int c = 0; c < num_columns; ++c) {
@@ -57,22 +67,14 @@ class VectorEngine {
 
   void pack_chunk(const UnitChunk<T>& unit_chunk, Ahead<T>& ahead) {
     const Chunk<T>& chunk = unit_chunk.together;
-    const int count = chunk.count;
-    count_ = round_up(count, 16);
-    float rows[16][16];
-    for (int start = 0; start < count_; start += 16) {
-      for (int d = 0; d < head_dim_; d += 16) {
-        const int lanes = head_dim_ - d < 16 ? head_dim_ - d : 16;
-        for (int i = 0; i < 16; ++i)
-          store(rows[i], start + i < count ? load_some(chunk.keys[start + i] + d, lanes) : broadcast(0.0f));
-        transpose(rows);
-        for (int j = 0; j < lanes; ++j) store(keys_ + size_t(d + j) * kKeyStride + start, load(rows[j]));
+    for (int start = 0; start < chunk.count; start += 16) {
+      const int count = chunk.count - start < 16 ? chunk.count - start : 16;
+      pack_keys(chunk.keys + start, count, keys_ + size_t(start / kBlock) * kBlock * head_dim_ + start % kBlock);
+      for (int i = start; i < start + 16; ++i) {
+        float* to = values_ + size_t(i) * width_;
+        for (int d = 0; d < width_; d += 16) store(to + d, i < chunk.count ? load_some(chunk.value(i) + d, head_dim_ - d) : broadcast(0.0f));
       }
-      ahead.ask(8);
-    }
-    for (int i = 0; i < count_; ++i) {
-      float* to = values_ + size_t(i) * width_;
-      for (int d = 0; d < width_; d += 16) store(to + d, i < count ? load_some(chunk.value(i) + d, head_dim_ - d) : broadcast(0.0f));
+      ahead.ask(pack_asks_);
     }
   }
 
@@ -81,91 +83,151 @@ class VectorEngine {
     for (int c = 0; c < num_columns; ++c) seen = visible[c] > seen ? visible[c] : seen;
     const int padded = round_up(seen, 16);
     const float* query = query_ + size_t(tile) * kTileColumns * head_dim_;
-    int c = 0;
-    for (; c + kColumns <= num_columns; c += kColumns) score<kColumns>(query + c * head_dim_, scores_ + c * kScoreStride, padded);
-    for (; c < num_columns; ++c) score<1>(query + c * head_dim_, scores_ + c * kScoreStride, padded);
-    ahead.ask(64);
-    for (c = 0; c < num_columns; ++c) softmax_row(scores_ + c * kScoreStride, visible[c], padded, scale_, result.m + c, result.l + c);
-    c = 0;
-    for (; c + kColumns <= num_columns; c += kColumns) weigh<kColumns>(scores_ + c * kScoreStride, result.a + c * width_, padded);
-    for (; c < num_columns; ++c) weigh<1>(scores_ + c * kScoreStride, result.a + c * width_, padded);
+    // Block by block of positions for all columns: a block stays in the first cache level meanwhile.
+    for (int start = 0; start < padded; start += kBlock) {
+      const float* keys = keys_ + size_t(start) * head_dim_;
+      const int vectors = (padded - start < kBlock ? padded - start : kBlock) / 16;
+      in_shares(num_columns, [&](auto share, int c) __attribute__((always_inline)) {
+        score<decltype(share)::kCount>(query + c * head_dim_, keys, scores_ + c * kScoreStride + start, vectors);
+      });
+      ahead.ask(8);
+    }
+    for (int c = 0; c < num_columns; ++c) softmax_row<T>(scores_ + c * kScoreStride, visible[c], padded, scale_, result.m + c, result.l + c);
+    for (int start = 0; start < padded; start += kBlock) {
+      const float* values = values_ + size_t(start) * width_;
+      const int count = padded - start < kBlock ? padded - start : kBlock;
+      in_shares(num_columns, [&](auto share, int c) __attribute__((always_inline)) {
+        weigh<decltype(share)::kCount>(scores_ + c * kScoreStride + start, values, count, start > 0, result.a + c * width_);
+      });
+      ahead.ask(8);
+    }
   }
 
  private:
-  // Strides off the powers of two, so that rows do not fall on the same cache sets.
-  static constexpr int kKeyStride = kChunk + 16;
+  // A stride off the powers of two, so that rows do not fall on the same cache sets.
   static constexpr int kScoreStride = kChunk + 16;
+  // Sums in registers: columns by vectors.
 #if defined(__AVX512F__)
-  static constexpr int kColumns = 4, kVectors = 4;
+  static constexpr int kColumns = 6, kVectors = 4;
 #else
   static constexpr int kColumns = 3, kVectors = 2;
 #endif
+  static constexpr int kBlock = 16 * kVectors;
 
-  static void transpose(float (*m)[16]) {
-    for (int i = 0; i < 16; ++i)
-      for (int j = 0; j < i; ++j) {
-        const float kept = m[i][j];
-        m[i][j] = m[j][i], m[j][i] = kept;
+  template <int C>
+  struct Share {
+    static constexpr int kCount = C;
+  };
+
+  // Calls take(Share<C>(), first column) for shares of up to kColumns columns, all about as large.
+  template <class Take>
+  static BATCHLLM_INLINE void in_shares(int num_columns, const Take& take) {
+    const int shares = (num_columns + kColumns - 1) / kColumns;
+    for (int share = 0, c = 0; share < shares; ++share) c += take_share<kColumns>((num_columns - c + shares - share - 1) / (shares - share), c, take);
+  }
+  template <int C, class Take>
+  static BATCHLLM_INLINE int take_share(int count, int first, const Take& take) {
+    if constexpr (C > 1) {
+      if (count < C) return take_share<C - 1>(count, first, take);
+    }
+    take(Share<C>(), first);
+    return C;
+  }
+
+  // `count` of 16 positions, zeros behind them, to `to` [head_dim, kBlock].
+  void pack_keys(const T* const* keys, int count, float* to) const {
+    constexpr int kUnitNumbers = sizeof(uint32_t) / sizeof(T), kTaken = 16 * kUnitNumbers;
+    alignas(64) uint32_t units[16][16];
+    for (int d = 0; d < head_dim_; d += kTaken) {
+      const int numbers = head_dim_ - d < kTaken ? head_dim_ - d : kTaken;
+      for (int i = 0; i < 16; ++i) {
+        if (i < count && numbers == kTaken) {
+          std::memcpy(units[i], keys[i] + d, sizeof(units[i]));
+        } else {
+          std::memset(units[i], 0, sizeof(units[i]));
+          if (i < count) std::memcpy(units[i], keys[i] + d, numbers * sizeof(T));
+        }
       }
+      transpose(units);
+      for (int j = 0; j < numbers; j += kUnitNumbers) {
+        const uint32_t* unit = units[j / kUnitNumbers];
+        if constexpr (kUnitNumbers == 2) {
+          store(to + (d + j) * kBlock, widen_even(unit));
+          if (j + 1 < numbers) store(to + (d + j + 1) * kBlock, widen_odd(unit));
+        } else {
+          std::memcpy(to + (d + j) * kBlock, unit, sizeof(units[0]));
+        }
+      }
+    }
+  }
+
+  // Products of each of C numbers, `stride` apart, with V vectors. Unless it is told to unroll, the compiler keeps sums in memory.
+  template <int C, int V>
+  static BATCHLLM_INLINE void add_products(const float* numbers, int stride, const float* vectors, Vec (&sums)[C][V]) {
+    Vec x[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) x[v] = load(vectors + 16 * v);
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      const Vec a = broadcast(numbers[c * stride]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sums[c][v] = fma(a, x[v], sums[c][v]);
+    }
+  }
+  template <int C, int V>
+  static BATCHLLM_INLINE void load_sums(const float* from, int stride, bool adds, Vec (&sums)[C][V]) {
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sums[c][v] = adds ? load(from + c * stride + 16 * v) : broadcast(0.0f);
+  }
+  template <int C, int V>
+  static BATCHLLM_INLINE void store_sums(float* to, int stride, const Vec (&sums)[C][V]) {
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) store(to + c * stride + 16 * v, sums[c][v]);
   }
 
   // Each sum runs over ascending head dimension, so its bits do not depend on the blocking.
   template <int C, int V>
-  void score_block(const float* query, float* scores, int start) const {
+  __attribute__((noinline)) static void score_block(const float* query, int head_dim, const float* keys, float* scores) {
     Vec sums[C][V];
-    for (int c = 0; c < C; ++c)
-      for (int v = 0; v < V; ++v) sums[c][v] = broadcast(0.0f);
-    const float* key = keys_ + start;
-    for (int d = 0; d < head_dim_; ++d, key += kKeyStride) {
-      Vec k[V];
-      for (int v = 0; v < V; ++v) k[v] = load(key + 16 * v);
-      for (int c = 0; c < C; ++c) {
-        const Vec q = broadcast(query[c * head_dim_ + d]);
-        for (int v = 0; v < V; ++v) sums[c][v] = fma(q, k[v], sums[c][v]);
-      }
+    load_sums(scores, kScoreStride, false, sums);
+    for (int d = 0; d < head_dim; ++d) add_products(query + d, head_dim, keys + d * kBlock, sums);
+    store_sums(scores, kScoreStride, sums);
+  }
+
+  template <int C, int V = kVectors>
+  BATCHLLM_INLINE void score(const float* query, const float* keys, float* scores, int vectors) const {
+    if constexpr (V > 1) {
+      if (vectors < V) return score<C, V - 1>(query, keys, scores, vectors);
     }
-    for (int c = 0; c < C; ++c)
-      for (int v = 0; v < V; ++v) store(scores + c * kScoreStride + start + 16 * v, sums[c][v]);
+    score_block<C, V>(query, head_dim_, keys, scores);
   }
 
-  template <int C>
-  void score(const float* query, float* scores, int padded) const {
-    int start = 0;
-    for (; start + 16 * kVectors <= padded; start += 16 * kVectors) score_block<C, kVectors>(query, scores, start);
-    for (; start < padded; start += 16) score_block<C, 1>(query, scores, start);
-  }
-
+  // `adds`: to what is in `a`; positions ascend, here and from block to block.
   template <int C, int V>
-  void weigh_block(const float* weights, float* a, int first, int padded) const {
+  __attribute__((noinline)) static void weigh_block(const float* weights, const float* values, int width, int count, bool adds, float* a) {
     Vec sums[C][V];
-    for (int c = 0; c < C; ++c)
-      for (int v = 0; v < V; ++v) sums[c][v] = broadcast(0.0f);
-    const float* value = values_ + first;
-    for (int i = 0; i < padded; ++i, value += width_) {
-      Vec x[V];
-      for (int v = 0; v < V; ++v) x[v] = load(value + 16 * v);
-      for (int c = 0; c < C; ++c) {
-        const Vec p = broadcast(weights[c * kScoreStride + i]);
-        for (int v = 0; v < V; ++v) sums[c][v] = fma(p, x[v], sums[c][v]);
-      }
-    }
-    for (int c = 0; c < C; ++c)
-      for (int v = 0; v < V; ++v) store(a + c * width_ + first + 16 * v, sums[c][v]);
+    load_sums(a, width, adds, sums);
+    for (int i = 0; i < count; ++i) add_products(weights + i, kScoreStride, values + i * width, sums);
+    store_sums(a, width, sums);
   }
 
   template <int C>
-  void weigh(const float* weights, float* a, int padded) const {
+  BATCHLLM_INLINE void weigh(const float* weights, const float* values, int count, bool adds, float* a) const {
     int first = 0;
-    for (; first + 16 * kVectors <= width_; first += 16 * kVectors) weigh_block<C, kVectors>(weights, a, first, padded);
-    for (; first < width_; first += 16) weigh_block<C, 1>(weights, a, first, padded);
+    for (; first + 16 * kVectors <= width_; first += 16 * kVectors) weigh_block<C, kVectors>(weights, values + first, width_, count, adds, a + first);
+    for (; first < width_; first += 16) weigh_block<C, 1>(weights, values + first, width_, count, adds, a + first);
   }
 
-  int head_dim_, width_, count_ = 0;
+  int head_dim_, width_, pack_asks_ = 0;
   float scale_;
-  float* query_;
-  float* keys_;    // [head_dim, kKeyStride]: transposed
+  float* keys_;    // [kChunk / kBlock, head_dim, kBlock]: transposed block by block
   float* values_;  // [kChunk, width]
   float* scores_;  // [kPairColumns, kScoreStride]
+  float* query_;   // [kUnitColumns, head_dim]
 };
 
 }  // namespace BATCHLLM_PATH

@@ -12,16 +12,19 @@ class VectorMultiplier {
   using Number = T;
   using Block = const char*;
 
-  static size_t block_bytes(int64_t in_size) { return sizeof(float) * kBlockRows * padded(in_size); }
+  // [parts, kBlockRows, kPartInputs] float32, zeros behind the last input up to where weights have them.
+  static size_t block_bytes(int64_t in_size) { return sizeof(float) * kPartNumbers * ((in_size + kPartInputs - 1) / kPartInputs); }
 
   static void pack_block(const T* x, int64_t x_stride, int rows, int64_t in_size, char* to) {
-    for (int r = 0; r < rows; ++r) {
-      float* row = reinterpret_cast<float*>(to) + r * padded(in_size);
-      for (int64_t i = 0; i < in_size; i += 16) {
-        const int count = in_size - i < 16 ? int(in_size - i) : 16;
-        store(row + i, load_some(x + r * x_stride + i, count));
+    float* part = reinterpret_cast<float*>(to);
+    for (int64_t start = 0; start < padded(in_size); start += kPartInputs, part += kPartNumbers) {
+      const int64_t stop = start + kPartInputs < padded(in_size) ? start + kPartInputs : padded(in_size);
+      for (int r = 0; r < rows; ++r) {
+        const T* row = x + r * x_stride;
+        float* numbers = part + r * kPartInputs;
+        for (int64_t i = start; i < stop; i += 16)
+          store(numbers + i - start, i < in_size ? load_some(row + i, in_size - i < 16 ? int(in_size - i) : 16) : broadcast(0.0f));
       }
-      for (int64_t i = (in_size + 15) / 16 * 16; i < padded(in_size); i += 16) store(row + i, broadcast(0.0f));
     }
   }
 
@@ -35,20 +38,31 @@ class VectorMultiplier {
   static int group_tiles(int64_t) { return 4; }
 
   template <class Beside>
-  void multiply(Block block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y, Beside&) {
+  void multiply(Block block, int rows, const char* weight, int64_t in_size, int num_tiles, float* y, Beside& beside) {
     const float* x = reinterpret_cast<const float*>(block);
     const T* w = reinterpret_cast<const T*>(weight);
-    const int64_t tile_numbers = 16 * (sizeof(T) == 2 ? padded(in_size) : in_size);
-    int tile = 0;
-    for (; tile + kTiles <= num_tiles; tile += kTiles) columns<kTiles>(x, rows, w + tile * tile_numbers, tile_numbers, in_size, y + 16 * tile, 16 * num_tiles);
-    for (; tile < num_tiles; ++tile) columns<1>(x, rows, w + tile * tile_numbers, tile_numbers, in_size, y + 16 * tile, 16 * num_tiles);
+    const int64_t inputs = sizeof(T) == 2 ? padded(in_size) : in_size;
+    for (int64_t start = 0; start < inputs; start += kPartInputs, x += kPartNumbers) {
+      const int count = int(inputs - start < kPartInputs ? inputs - start : kPartInputs);
+      int tile = 0;
+      for (; tile + kTiles <= num_tiles; tile += kTiles) {
+        all_rows<kTiles>(x, rows, w + 16 * (tile * inputs + start), 16 * inputs, count, start > 0, y + 16 * tile, 16 * num_tiles);
+        for (int i = 0; i < count; i += kStepInputs) beside.ask();
+      }
+      for (; tile < num_tiles; ++tile) all_rows<1>(x, rows, w + 16 * (tile * inputs + start), 16 * inputs, count, start > 0, y + 16 * tile, 16 * num_tiles);
+    }
   }
 
   static void settle(Block, int, const char*, int64_t, int, float*) {}
 
  private:
+  // Inputs that are multiplied before the sums go to memory: few enough that a block's rows and a group's weights stay in the second cache
+  // level, and not near a power of two, so that rows do not fall on the same cache sets.
+  static constexpr int kPartInputs = 1552;
+  static constexpr int kPartNumbers = kBlockRows * kPartInputs;
+  // Sums in registers: rows by tiles.
 #if defined(__AVX512F__)
-  static constexpr int kRows = 8, kTiles = 2;
+  static constexpr int kRows = 11, kTiles = 2;
 #elif defined(__AVX2__)
   static constexpr int kRows = 5, kTiles = 1;
 #else
@@ -58,44 +72,61 @@ class VectorMultiplier {
   static int64_t padded(int64_t in_size) { return (in_size + 31) / 32 * 32; }
 
   template <int N>
-  void columns(const float* x, int rows, const T* w, int64_t tile_numbers, int64_t in_size, float* y, int y_stride) {
-    int r = 0;
-    for (; r + kRows <= rows; r += kRows) tile<kRows, N>(x + r * padded(in_size), w, tile_numbers, in_size, y + r * y_stride, y_stride);
-    for (; r < rows; ++r) tile<1, N>(x + r * padded(in_size), w, tile_numbers, in_size, y + r * y_stride, y_stride);
+  void all_rows(const float* x, int rows, const T* w, int64_t tile_numbers, int count, bool adds, float* y, int y_stride) {
+    const int shares = (rows + kRows - 1) / kRows;
+    for (int share = 0, row = 0; share < shares; ++share) {
+      const int share_rows = (rows - row + shares - share - 1) / (shares - share);
+      some_rows<kRows, N>(x + row * kPartInputs, share_rows, w, tile_numbers, count, adds, y + row * y_stride, y_stride);
+      row += share_rows;
+    }
   }
 
   template <int M, int N>
-  void tile(const float* x, const T* w, int64_t tile_numbers, int64_t in_size, float* y, int y_stride) {
-    const int64_t stride = padded(in_size);
+  void some_rows(const float* x, int rows, const T* w, int64_t tile_numbers, int count, bool adds, float* y, int y_stride) {
+    if (rows == M) return multiply_rows<M, N>(x, w, tile_numbers, count, adds, y, y_stride);
+    if constexpr (M > 1) some_rows<M - 1, N>(x, rows, w, tile_numbers, count, adds, y, y_stride);
+  }
+
+  // M rows by N tiles over `count` inputs; `adds`: to what is in y. Unless it is told to unroll, the compiler keeps sums in memory.
+  template <int M, int N>
+  __attribute__((noinline)) static void multiply_rows(const float* x, const T* w, int64_t tile_numbers, int count, bool adds, float* y, int y_stride) {
     Vec sums[M][N];
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
-      for (int n = 0; n < N; ++n) sums[m][n] = broadcast(0.0f);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[m][n] = adds ? load(y + m * y_stride + 16 * n) : broadcast(0.0f);
     if constexpr (sizeof(T) == 2) {
-      for (int64_t k = 0; k < stride; k += 2) {
-        for (int odd = 0; odd < 2; ++odd) {
-          Vec b[N];
-          for (int n = 0; n < N; ++n) {
-            const uint32_t* pairs = reinterpret_cast<const uint32_t*>(w + n * tile_numbers) + 8 * k;
-            b[n] = odd ? widen_odd(pairs) : widen_even(pairs);
-          }
-          for (int m = 0; m < M; ++m) {
-            const Vec a = broadcast(x[m * stride + k + odd]);
-            for (int n = 0; n < N; ++n) sums[m][n] = fma(a, b[n], sums[m][n]);
-          }
-        }
+      for (int k = 0; k < count; k += 2, x += 2, w += 32) {
+        Vec weights[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) weights[n] = widen_even(reinterpret_cast<const uint32_t*>(w + n * tile_numbers));
+        add_products<M, N>(x, weights, sums);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) weights[n] = widen_odd(reinterpret_cast<const uint32_t*>(w + n * tile_numbers));
+        add_products<M, N>(x + 1, weights, sums);
       }
     } else {
-      for (int64_t k = 0; k < in_size; ++k) {
-        Vec b[N];
-        for (int n = 0; n < N; ++n) b[n] = load(w + n * tile_numbers + 16 * k);
-        for (int m = 0; m < M; ++m) {
-          const Vec a = broadcast(x[m * stride + k]);
-          for (int n = 0; n < N; ++n) sums[m][n] = fma(a, b[n], sums[m][n]);
-        }
+      for (int k = 0; k < count; ++k, ++x, w += 16) {
+        Vec weights[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) weights[n] = load(w + n * tile_numbers);
+        add_products<M, N>(x, weights, sums);
       }
     }
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
       for (int n = 0; n < N; ++n) store(y + m * y_stride + 16 * n, sums[m][n]);
+  }
+
+  template <int M, int N>
+  static BATCHLLM_INLINE void add_products(const float* x, const Vec (&weights)[N], Vec (&sums)[M][N]) {
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      const Vec a = broadcast(x[m * kPartInputs]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[m][n] = fma(a, weights[n], sums[m][n]);
+    }
   }
 };
 

@@ -56,6 +56,35 @@ BATCHLLM_INLINE Vec exp2_rough(Vec t) {
   return {_mm512_scalef_ps(p.v, t.v)};
 }
 BATCHLLM_INLINE Vec reciprocal_rough(Vec a) { return {_mm512_rcp14_ps(a.v)}; }
+// In place: 16 rows of sixteen 32-bit units.
+BATCHLLM_INLINE void transpose(__m512i (&r)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 16; i += 8)
+    for (int j = 0; j < 4; ++j) {
+      t[i + j] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0x88);
+      t[i + j + 4] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0xdd);
+    }
+  for (int j = 0; j < 8; ++j) {
+    r[j] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88);
+    r[j + 8] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd);
+  }
+}
+BATCHLLM_INLINE void transpose(uint32_t (&m)[16][16]) {
+  __m512i r[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(m[i]);
+  transpose(r);
+  for (int i = 0; i < 16; ++i) _mm512_storeu_si512(m[i], r[i]);
+}
 #if defined(__AVX512BF16__)
 BATCHLLM_INLINE Vec rounded_to_bf16(Vec a) {
   const __m256i numbers = (__m256i)_mm512_cvtneps_pbh(a.v);
@@ -74,6 +103,14 @@ BATCHLLM_INLINE void narrow(bf16* p, Vec a) {
 #endif
 
 #else
+
+inline void transpose(uint32_t (&m)[16][16]) {
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < i; ++j) {
+      const uint32_t kept = m[i][j];
+      m[i][j] = m[j][i], m[j][i] = kept;
+    }
+}
 
 template <class Half>
 struct Pair {
