@@ -37,12 +37,12 @@ class BlockPool:
 
     def release(self, blocks: np.ndarray) -> None:
         """One reference less to each of `blocks` (distinct, owned); those without an owner become free."""
-        counts = self.reference_counts[blocks] - 1
-        assert bool((counts >= 0).all()), "a block was released more often than taken"
-        self.reference_counts[blocks] = counts
-        freed = blocks[counts == 0]
-        self._free[self.num_free : self.num_free + freed.size] = freed
-        self.num_free += freed.size
+        self._take_back(blocks, self.reference_counts[blocks] - 1)
+
+    def release_each(self, blocks: np.ndarray) -> None:
+        """As many references less to each of `blocks` (owned) as it is named."""
+        distinct, times = np.unique(blocks, return_counts=True)
+        self._take_back(distinct, self.reference_counts[distinct] - times.astype(np.int32))
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless each block is either free or owned, once."""
@@ -50,6 +50,14 @@ class BlockPool:
         assert np.unique(free).size == free.size, "a block is on the free list twice"
         assert not self.reference_counts[free].any(), "a free block has owners"
         assert int((self.reference_counts > 0).sum()) + self.num_free == self.num_blocks, "blocks were lost"
+
+    def _take_back(self, blocks: np.ndarray, counts: np.ndarray) -> None:
+        """`blocks`, which are distinct, keep `counts` references."""
+        assert bool((counts >= 0).all()), "a block was released more often than taken"
+        self.reference_counts[blocks] = counts
+        freed = blocks[counts == 0]
+        self._free[self.num_free : self.num_free + freed.size] = freed
+        self.num_free += freed.size
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

@@ -166,21 +166,19 @@ class Holdings:
         needed = np.maximum(-(-(table.num_computed[slots] + 1 + counts) // size) - held, 0)
         has_room = np.cumsum(needed) <= self.pool.num_free
         counts = np.where(has_room, counts, np.minimum(counts, held * size - table.num_computed[slots] - 1))
-        for slot, count in zip(slots[has_room].tolist(), needed[has_room].tolist(), strict=True):
-            if count:
-                table.append_blocks(slot, self.allocate(count))
+        needed = np.where(has_room, needed, 0)
+        num_needed = int(needed.sum())
+        if num_needed:
+            table.append_blocks_each(slots, needed, self.allocate(num_needed))
         return counts
 
     def drop_drafts(self, slots: np.ndarray) -> None:
         """The drafted rows of `slots` were run and sampled: what was not appended is not there, and its blocks go back."""
         table = self.table
         table.num_computed[slots] = np.minimum(table.num_computed[slots], table.num_tokens[slots] - 1)
-        for slot in slots.tolist():
-            keep = num_blocks_for(int(table.num_computed[slot]), self._block_size)
-            surplus = table.blocks(slot)[keep:]
-            self.num_allocated -= surplus.size
-            self.pool.release(surplus)
-            table.num_blocks[slot] = keep
+        surplus = table.take_blocks_each(slots, table.num_blocks[slots] - -(-table.num_computed[slots] // self._block_size))
+        self.num_allocated -= surplus.size
+        self.pool.release(surplus)
 
     def find_in_tiers(self, sequence: WaitingSequence, path: list[int], hit: PrefixHit) -> Restorable | None:
         """What the tiers add to a hit; None where they have nothing better than what the pool has."""
@@ -251,18 +249,19 @@ class Holdings:
     def remove(self, slots: np.ndarray) -> None:
         """Gives back the blocks and the slots."""
         table = self.table
+        held = table.num_blocks[slots]
+        self.num_unfilled_slots += int((held * self._block_size - table.num_computed[slots]).sum())
+        # Sequences may share blocks.
+        self.pool.release_each(table.take_blocks_each(slots, held))
         for slot in slots.tolist():
-            held = int(table.num_blocks[slot]) * self._block_size
-            self.num_unfilled_slots += held - int(table.num_computed[slot])
-            self.pool.release(table.blocks(slot))
             del self._paths[slot]
         table.remove(slots)
 
     def settle(self) -> None:
         """The planned step has run: what was held for it is let go."""
-        for block in self._copy_sources:
-            self.pool.release(np.array([block], dtype=np.int32))
-        self._copy_sources.clear()
+        if self._copy_sources:
+            self.pool.release_each(np.array(self._copy_sources, dtype=np.int32))
+            self._copy_sources.clear()
         self.residency.settle()
 
     def _count_as_there(self, slot: int, num_tokens: int) -> None:

@@ -202,6 +202,6 @@ class Scheduler:
             victim = int(running[~table.is_restoring[running]][-1])
             step.preempted.append(victim)
             self.preempt(victim)
-        for slot in np.repeat(decoding, lacking).tolist():
-            table.append_blocks(slot, self.holdings.allocate(1))
+        if num_lacking:
+            table.append_blocks_each(decoding, lacking, self.holdings.allocate(num_lacking))
         return decoding

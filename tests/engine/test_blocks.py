@@ -17,13 +17,19 @@ def test_references_add_up_whatever_is_taken_shared_and_given_back(data: st.Data
     counts = dict.fromkeys(range(num_blocks), 0)
     for _ in range(data.draw(st.integers(0, 30))):
         owned = sorted(block for block, count in counts.items() if count)
-        operation = data.draw(st.sampled_from(["allocate", "share", "release"]))
+        operation = data.draw(st.sampled_from(["allocate", "share", "release", "release_each"]))
         if operation == "allocate":
             taken = pool.allocate(data.draw(st.integers(0, pool.num_free))).tolist()
             assert len(set(taken)) == len(taken)
             for block in taken:
                 assert counts[block] == 0, "an owned block was handed out"
                 counts[block] = 1
+        elif operation == "release_each":
+            references = [block for block in owned for _ in range(counts[block])]
+            chosen = data.draw(st.permutations(references))[: data.draw(st.integers(0, len(references)))]
+            pool.release_each(np.array(chosen, dtype=np.int32))
+            for block in chosen:
+                counts[block] -= 1
         elif owned:
             chosen = data.draw(st.lists(st.sampled_from(owned), unique=True))
             change = 1 if operation == "share" else -1
@@ -44,6 +50,9 @@ def test_what_nobody_owns_cannot_be_shared_or_released() -> None:
         pool.release(np.array([0], dtype=np.int32))
     with pytest.raises(AssertionError):
         pool.allocate(3)
+    taken = pool.allocate(1)
+    with pytest.raises(AssertionError):
+        pool.release_each(np.repeat(taken, 2))
 
 
 def test_the_block_freed_last_is_handed_out_first() -> None:
