@@ -32,8 +32,9 @@ class BlockPool:
 
     def share(self, blocks: np.ndarray) -> None:
         """One more reference to each of `blocks` (distinct, owned)."""
-        assert bool((self.reference_counts[blocks] > 0).all()), "a free block cannot be shared"
-        self.reference_counts[blocks] += 1
+        counts = self.reference_counts[blocks]
+        assert bool(counts.all()), "a free block cannot be shared"
+        self.reference_counts[blocks] = counts + 1
 
     def release(self, blocks: np.ndarray) -> None:
         """One reference less to each of `blocks` (distinct, owned); those without an owner become free."""
