@@ -176,7 +176,8 @@ class Holdings:
         """The drafted rows of `slots` were run and sampled: what was not appended is not there, and its blocks go back."""
         table = self.table
         table.num_computed[slots] = np.minimum(table.num_computed[slots], table.num_tokens[slots] - 1)
-        surplus = table.take_blocks_each(slots, table.num_blocks[slots] - -(-table.num_computed[slots] // self._block_size))
+        kept = -(-table.num_computed[slots] // self._block_size)
+        surplus = table.take_blocks_each(slots, table.num_blocks[slots] - kept)
         self.num_allocated -= surplus.size
         self.pool.release(surplus)
 

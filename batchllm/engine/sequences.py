@@ -31,7 +31,8 @@ class SequenceTable:
         self.tokens = np.zeros((max_sequences, max_tokens), dtype=np.int32)
         self._free = list(range(max_sequences - 1, -1, -1))
         self._running = np.zeros(0, dtype=np.int64)
-        self._added: list[int] = []  # slots that are not among `_running` yet: to put each in by itself costs as much as all of them
+        # Slots that are not among `_running` yet: to put each in by itself costs as much as all of them.
+        self._added: list[int] = []
 
     @property
     def running(self) -> np.ndarray:

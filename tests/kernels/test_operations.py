@@ -362,7 +362,7 @@ def test_linear_rope_write_kv_is_the_turned_product(kernels, dtype, assert_near,
     assert_near(pools[0].nan_to_num() / 4, pools[1].nan_to_num() / 4)
 
 
-@pytest.mark.parametrize(("out_size", "in_size"), [(100, 33), (960, 576), (48, 1536)])
+@pytest.mark.parametrize(("out_size", "in_size"), [(100, 33), (960, 576), (48, 1536), (20, 3200)])
 def test_a_linear_row_has_the_same_bits_whatever_the_number_of_rows(kernels, dtype, out_size, in_size):
     if kernels.name != "native":
         pytest.skip("torch's product, and the tiles on a GPU, change with the number of rows")
@@ -432,7 +432,7 @@ def test_rope_turns_each_pair_and_writes_keys_and_values_to_their_slots(
     assert int((~kv.isnan()).sum()) == len(written) * 2 * num_kv_heads * head_dim
 
 
-LINEAR_SHAPES = [(1, 1), (16, 32), (100, 33), (960, 576), (31, 1536), (70, 100)]
+LINEAR_SHAPES = [(1, 1), (16, 32), (100, 33), (960, 576), (31, 1536), (70, 100), (70, 1601)]
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 32, 33, 130])
