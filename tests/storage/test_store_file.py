@@ -191,7 +191,10 @@ def test_a_smaller_cap_cuts_the_file_and_keeps_what_still_fits(
     tier.close()
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x04cposix\nsystem\n", os.urandom(100_000)])
+NOISE = np.random.default_rng(0).bytes(100_000)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04cposix\nsystem\n", NOISE], ids=["nothing", "a pickle", "noise"])
 def test_a_file_that_is_no_cache_is_started_afresh(
     tmp_path: Path, finish: Finish, key_of: KeyOf, block_of: BlockOf, content: bytes
 ) -> None:
