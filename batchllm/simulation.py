@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from batchllm.bounded_files import read_whole
 from batchllm.data.inputs import open_input
 from batchllm.data.prompts import Staging, stage_prompts
 from batchllm.engine.pool import KvShape
@@ -163,7 +164,7 @@ def size_in_blocks(text: str, *, option: str, working_set: int, block_bytes: int
 def read_rates(path: Path) -> dict[Rate, float]:
     """Rates of a machine: a JSON object with names of `Rate`. Raises JobError for anything else."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_whole(path).decode())
         rates = {Rate(name): float(value) for name, value in values.items()}
     except OSError as error:
         raise JobError(f"--rates {path}: {error.strerror}") from None

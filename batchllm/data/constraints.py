@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
+from batchllm.bounded_files import read_whole
 from batchllm.prompt import Grammar
 
 # JSON as `json.dumps` spaces it. Free white space would let a weak model write blanks until its tokens are spent.
@@ -129,7 +130,7 @@ def read_schema(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        schema = json.loads(Path(value).read_text(encoding="utf-8"))
+        schema = json.loads(read_whole(Path(value)).decode())
     except FileNotFoundError:
         raise ValueError(f"there is no file {value}") from None
     except OSError as error:
