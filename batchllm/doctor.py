@@ -18,7 +18,8 @@ import torch
 
 from batchllm import __version__
 from batchllm.data.inputs import open_input
-from batchllm.errors import BatchLLMError, FolderError
+from batchllm.data.token_ids import check_token_ids
+from batchllm.errors import BatchLLMError, FolderError, JobError
 from batchllm.job import Job
 from batchllm.kernels.native import library as native_library
 from batchllm.models.embedded import EMBEDDED
@@ -263,6 +264,8 @@ def _job(job: Job) -> Iterator[Finding]:
 def _checked(name: str, look: Callable[[], str], *, remedy: str) -> Finding:
     try:
         return Finding(name, "ok", look())
+    except JobError as error:
+        return Finding(name, "problem", str(error), "correct that key of the job")
     except BatchLLMError as error:
         return Finding(name, "problem", str(error), remedy)
 
@@ -276,6 +279,7 @@ def _model(job: Job) -> str:
         return f"{job.model}: not on this machine yet, or in the hub's own cache; a run fetches it"
     source = resolve_model(job.model, base_folder=job.folder, say=lambda line: None)
     config = read_config(source)
+    check_token_ids(job, vocab_size=config.vocab_size)
     weights = "" if job.engine.weights == "auto" else f", {job.engine.weights} weights"
     return f"{source.path}: {config.architecture}, {config.num_layers} layers, context {config.max_context:,}{weights}"
 

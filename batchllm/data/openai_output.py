@@ -134,7 +134,10 @@ class _Lines:
     def error(self, samples: list[dict[str, Any]]) -> bytes:
         """No response: a reader that takes any body for an answer finds none."""
         first = next(sample for sample in samples if sample["error"] is not None)
-        error = {"code": "request_failed", "message": first["error"]}
+        # An error of the engine names no line of its own; a reader of this file knows requests by it.
+        line = f"line {first['request_line']}: "
+        message = first["error"] if line in first["error"] else line + first["error"]
+        error = {"code": "request_failed", "message": message}
         return _line({"id": f"batch_req_{_name(first)}", "custom_id": first["id"], "response": None, "error": error})
 
     def _choice(self, sample: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
