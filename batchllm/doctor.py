@@ -9,7 +9,7 @@ import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from batchllm.kernels.native import library as native_library
 from batchllm.models.embedded import EMBEDDED
 from batchllm.models.registry import cache_home, list_embedded, resolve_model
 from batchllm.models.source import read_config
-from batchllm.ops import select_kernels
+from batchllm.ops import ENVIRONMENT_VARIABLE, select_kernels
 from batchllm.run_record import device_for, existing_folder
 from batchllm.storage.cost import measure_disk
 from batchllm.storage.errors import StorageError
@@ -109,11 +109,13 @@ def _compute(job: Job | None) -> Iterator[Finding]:
         return
     yield _device(device)
     yield _triton(device)
-    yield _native(device)
-    try:
-        yield Finding("kernels", "ok", f"{select_kernels(device).name} kernels run on {device}")
-    except BatchLLMError as error:
-        yield Finding("kernels", "problem", str(error), "unset BATCHLLM_KERNELS and BATCHLLM_NATIVE_PATH")
+    native, kernels = _native(device), _kernels(device)
+    # What is wrong with the native kernels is said of them, and not of the kernels that a run would take too.
+    if kernels.status == "ok" and native.status == "problem":
+        native = replace(native, status="note")
+    yield native
+    if native.status != "problem":
+        yield kernels
     yield _threads()
 
 
@@ -151,6 +153,13 @@ def _native(device: torch.device) -> Finding:
         return Finding("native kernels", status, library, "install a C++ compiler (g++) and install batchllm again")
     paths = ", ".join(library.runnable_paths())
     return Finding("native kernels", "ok", f"path {library.path_name()}; this processor can run {paths}")
+
+
+def _kernels(device: torch.device) -> Finding:
+    try:
+        return Finding("kernels", "ok", f"{select_kernels(device).name} kernels run on {device}")
+    except BatchLLMError as error:
+        return Finding("kernels", "problem", str(error), f"unset {ENVIRONMENT_VARIABLE}")
 
 
 def _threads() -> Finding:
