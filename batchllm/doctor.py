@@ -110,11 +110,11 @@ def _compute(job: Job | None) -> Iterator[Finding]:
     yield _device(device)
     yield _triton(device)
     native, kernels = _native(device), _kernels(device)
-    # What is wrong with the native kernels is said of them, and not of the kernels that a run would take too.
-    if kernels.status == "ok" and native.status == "problem":
+    if native.status == "problem" and kernels.status == "ok":
         native = replace(native, status="note")
     yield native
-    if native.status != "problem":
+    # A wrong path of the native kernels is one thing to mend, whatever it keeps from running.
+    if native.status != "problem" or native.text not in kernels.text:
         yield kernels
     yield _threads()
 

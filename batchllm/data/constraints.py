@@ -43,44 +43,49 @@ def regex_grammar(pattern: str) -> Grammar:
 def check_grammar(grammar: Grammar) -> None:
     """Raises ValueError for a grammar that is well formed and that no row could keep to: too large, or without any text that fits.
 
-    Asked over single bytes, so no model is needed: one text is written, as short as is easily found, until it is whole or long enough.
-    Sizes beyond the library's limits show only there, often not before the second token.
+    Asked over single bytes, so no model is needed.
     """
     matcher = LLMatcher(_byte_tokenizer(), grammar.text, log_level=0)
-    num_bytes, times_taken = 0, Counter[int]()
-    for _ in range(_PROBED_STEPS):
-        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
-        _check_matcher(matcher)
-        if not len(allowed):
-            raise ValueError("cannot be kept to: no text fits")
-        if matcher.is_accepting() or num_bytes > _PROBED_BYTES:
-            return
-        text = matcher.compute_ff_tokens()
-        if not text:
-            text = [min(allowed.tolist(), key=lambda byte: (_CLOSING.get(byte, len(_CLOSING)), times_taken[byte]))]
-            times_taken[text[0]] += 1
-        matcher.consume_tokens(text)
-        _check_matcher(matcher)
-        num_bytes += len(text)
+    fits_any = any(matcher.compute_bitmask())
+    reason = _reason(matcher.get_error()) if matcher.is_error() else ""
+    if reason and reason != _NOTHING_FITS:
+        raise ValueError(f"cannot be kept to: {reason}")
+    if reason or not fits_any:
+        raise ValueError("cannot be kept to: no text fits")
+    _write_one(matcher)
+    # A text that leads nowhere is not held against the form: another one may be whole.
+    reason = _reason(matcher.get_error()) if matcher.is_error() else ""
+    if _TOO_LARGE in reason.lower():
+        reason = reason.partition("; try ")[0]
+        raise ValueError(f"cannot be kept to: {reason}; repeat less in it (as with {{n}}, minItems and minLength)")
 
 
+_NOTHING_FITS = "NoExtensionBias"
+"""What the library says of a form that no text has."""
+_TOO_LARGE = "too many"
 _PROBED_STEPS = 1000
 _PROBED_BYTES = 100_000
 _CLOSING = {byte: place for place, byte in enumerate(b'"]},:0')}
 """What leads to the end of JSON, the soonest first. Other bytes come last, and in turn."""
-_NOTHING_FITS = "NoExtensionBias"
-"""What the library says of a form that no text has."""
 
 
-def _check_matcher(matcher: LLMatcher) -> None:
-    if not matcher.is_error():
-        return
-    reason = _reason(matcher.get_error())
-    if reason == _NOTHING_FITS:
-        raise ValueError("cannot be kept to: no text fits")
-    if "too many" in reason.lower():
-        reason = f"{reason.partition(';')[0]}; repeat less in it (as with {{n}}, minItems and minLength)"
-    raise ValueError(f"cannot be kept to: {reason}")
+def _write_one(matcher: LLMatcher) -> None:
+    """Writes a text, as short as is easily found, until it is whole, long enough, or the matcher fails.
+
+    What is too large for the library often fails behind the first token only.
+    """
+    num_bytes, times_taken = 0, Counter[int]()
+    for _ in range(_PROBED_STEPS):
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        if matcher.is_error() or matcher.is_accepting() or not allowed or num_bytes > _PROBED_BYTES:
+            return
+        text = matcher.compute_ff_tokens()
+        if not text:
+            text = [min(allowed, key=lambda byte: (_CLOSING.get(byte, len(_CLOSING)), times_taken[byte]))]
+            times_taken[text[0]] += 1
+        matcher.consume_tokens(text)
+        num_bytes += len(text)
 
 
 def check_length(schema: Mapping[str, Any]) -> None:

@@ -96,10 +96,11 @@ def _reason(error: Exception) -> str:
 
 def _check_csv(connection: duckdb.DuckDBPyConnection, path: Path, *, name: str) -> None:
     """Raises InputError for two columns of one name, and for a quote that is not closed: DuckDB takes both files, as other ones."""
-    found = connection.execute(
+    ((*characters, skipped_rows),) = connection.execute(
         f"SELECT Delimiter, Quote, Escape, Comment, SkipRows FROM sniff_csv(?, {_CSV})", [str(path)]
     ).fetchall()
-    dialect = _Dialect(*("" if value == "(empty)" else value for value in found[0]))
+    delimiter, quote, escape, comment = ("" if text == "(empty)" else text for text in characters)
+    dialect = _Dialect(delimiter, quote, escape, comment, skipped_rows)
     rows = connection.sql(f"SELECT * FROM read_csv({_quoted(str(path), quote=chr(39))}, {_CSV})")
     if any(column.rpartition("_")[0] in rows.columns for column in rows.columns):
         _check_names(connection, path, dialect=dialect, name=name)

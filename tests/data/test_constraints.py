@@ -60,6 +60,7 @@ def test_a_form_that_grows_too_large_after_its_first_tokens_is_refused(values: d
     (error,) = refused.value.errors()
     assert error["loc"] == tuple(values)
     assert error["msg"].startswith("Value error, cannot be kept to: ")
+    assert error["msg"].count("(") == error["msg"].count(")")
     assert error["msg"].endswith("; repeat less in it (as with {n}, minItems and minLength)")
 
 
