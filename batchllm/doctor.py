@@ -9,7 +9,7 @@ import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -18,13 +18,14 @@ import torch
 
 from batchllm import __version__
 from batchllm.data.inputs import open_input
-from batchllm.errors import BatchLLMError, FolderError
+from batchllm.data.token_ids import check_token_ids
+from batchllm.errors import BatchLLMError, FolderError, JobError
 from batchllm.job import Job
 from batchllm.kernels.native import library as native_library
 from batchllm.models.embedded import EMBEDDED
 from batchllm.models.registry import cache_home, list_embedded, resolve_model
 from batchllm.models.source import read_config
-from batchllm.ops import select_kernels
+from batchllm.ops import ENVIRONMENT_VARIABLE, select_kernels
 from batchllm.run_record import device_for, existing_folder
 from batchllm.storage.cost import measure_disk
 from batchllm.storage.errors import StorageError
@@ -108,11 +109,13 @@ def _compute(job: Job | None) -> Iterator[Finding]:
         return
     yield _device(device)
     yield _triton(device)
-    yield _native(device)
-    try:
-        yield Finding("kernels", "ok", f"{select_kernels(device).name} kernels run on {device}")
-    except BatchLLMError as error:
-        yield Finding("kernels", "problem", str(error), "unset BATCHLLM_KERNELS and BATCHLLM_NATIVE_PATH")
+    native, kernels = _native(device), _kernels(device)
+    if native.status == "problem" and kernels.status == "ok":
+        native = replace(native, status="note")
+    yield native
+    # A wrong path of the native kernels is one thing to mend, whatever it keeps from running.
+    if native.status != "problem" or native.text not in kernels.text:
+        yield kernels
     yield _threads()
 
 
@@ -150,6 +153,13 @@ def _native(device: torch.device) -> Finding:
         return Finding("native kernels", status, library, "install a C++ compiler (g++) and install batchllm again")
     paths = ", ".join(library.runnable_paths())
     return Finding("native kernels", "ok", f"path {library.path_name()}; this processor can run {paths}")
+
+
+def _kernels(device: torch.device) -> Finding:
+    try:
+        return Finding("kernels", "ok", f"{select_kernels(device).name} kernels run on {device}")
+    except BatchLLMError as error:
+        return Finding("kernels", "problem", str(error), f"unset {ENVIRONMENT_VARIABLE}")
 
 
 def _threads() -> Finding:
@@ -263,6 +273,8 @@ def _job(job: Job) -> Iterator[Finding]:
 def _checked(name: str, look: Callable[[], str], *, remedy: str) -> Finding:
     try:
         return Finding(name, "ok", look())
+    except JobError as error:
+        return Finding(name, "problem", str(error), "correct that key of the job")
     except BatchLLMError as error:
         return Finding(name, "problem", str(error), remedy)
 
@@ -276,6 +288,7 @@ def _model(job: Job) -> str:
         return f"{job.model}: not on this machine yet, or in the hub's own cache; a run fetches it"
     source = resolve_model(job.model, base_folder=job.folder, say=lambda line: None)
     config = read_config(source)
+    check_token_ids(job, vocab_size=config.vocab_size)
     weights = "" if job.engine.weights == "auto" else f", {job.engine.weights} weights"
     return f"{source.path}: {config.architecture}, {config.num_layers} layers, context {config.max_context:,}{weights}"
 

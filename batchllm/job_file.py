@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from batchllm.bounded_files import read_whole
 from batchllm.data.places import place_mistake
 from batchllm.errors import JobError
 
@@ -115,7 +116,7 @@ def read_job_file(path: Path, *, overrides: Sequence[str]) -> JobSource:
     if mistake is not None:
         raise JobError(f"the name of the job file {mistake}")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_whole(path).decode("utf-8-sig")
     except FileNotFoundError:
         raise JobError(f"{path}: there is no such job file") from None
     except (OSError, UnicodeDecodeError) as error:

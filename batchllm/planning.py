@@ -19,6 +19,7 @@ from batchllm.data.inputs import Input, open_input
 from batchllm.data.prompts import RowError, Staging, stage_prompts
 from batchllm.data.rendering import History
 from batchllm.data.reordering import reorderings
+from batchllm.data.token_ids import check_token_ids
 from batchllm.engine.grammar_tokens import grammar_tokens
 from batchllm.engine.measure import StepLoad, measure_rates
 from batchllm.engine.pool import KvShape
@@ -98,6 +99,7 @@ class Planner:
         self._dtype = dtype_for(job.engine.dtype, self._device)
         self._source: ModelSource = resolve_model(job.model, base_folder=job.folder, say=note)
         self._config: ModelConfig = read_config(self._source)
+        check_token_ids(job, vocab_size=self._config.vocab_size)
 
     def rates(self, load: StepLoad, *, before: str | None = None) -> tuple[ObservedRates, str]:
         """What steps of up to `load` cost, and where that comes from: the last run on such a machine, else a measurement now."""
@@ -225,6 +227,7 @@ class Planner:
             tokenizer=tokenizer,
             staging=staging,
             max_context=self._config.max_context,
+            vocab_size=self._config.vocab_size,
             history=history,
         )
 

@@ -14,6 +14,7 @@ import pyarrow
 from batchllm.data.outputs import OutputWriter
 from batchllm.data.prompts import stage_prompts
 from batchllm.data.run_folder import RunRecord
+from batchllm.data.token_ids import check_token_ids
 from batchllm.engine.decoder import kv_shape
 from batchllm.engine.engine import Engine
 from batchllm.engine.grammar_tokens import grammar_tokens
@@ -143,6 +144,8 @@ class StageRunner:
         self, stage: Stage, *, tokenizer: Tokenizer, writer: OutputWriter, should_stop: Callable[[], bool]
     ) -> bool:
         job, observer, rows = self._job, self._observer, self._rows
+        # Those of all stages, before the first has run.
+        check_token_ids(job, vocab_size=self._load.vocab_size)
         if stage.name is not None:
             observer.note(f"stage {stage.name}")
         context = self._load.max_context
@@ -152,6 +155,7 @@ class StageRunner:
             tokenizer=tokenizer,
             staging=stage.staging,
             max_context=context,
+            vocab_size=self._load.vocab_size,
             should_stop=should_stop,
             history=stage.history,
         )

@@ -94,9 +94,9 @@ class _Run:
             self._close(folder, status=status, summary=counts, error=str(error) or type(error).__name__)
             raise
         status = "finished" if summary.finished else "stopped"
-        if summary.too_many_errors is not None:
+        if summary.failure is not None:
             status = "failed"
-        self._close(folder, status=status, summary=summary_values(summary), error=summary.too_many_errors)
+        self._close(folder, status=status, summary=summary_values(summary), error=summary.failure)
         return summary
 
     def _close(self, folder: RunFolder, *, status: str, summary: dict[str, Any], error: str | None = None) -> None:

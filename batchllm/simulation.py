@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from batchllm.bounded_files import read_whole
 from batchllm.data.inputs import open_input
 from batchllm.data.prompts import Staging, stage_prompts
+from batchllm.data.token_ids import check_token_ids
 from batchllm.engine.pool import KvShape
 from batchllm.engine.sizing import engine_width
 from batchllm.errors import InputError, JobError
@@ -75,6 +77,7 @@ def job_workload(job: Job, *, limit: int | None = None, note: Callable[[str], No
         raise JobError("stages: a job of stages is not simulated; give a job with the prompt of one of them")
     source = resolve_model(job.model, base_folder=job.folder, say=note)
     config = read_config(source)
+    check_token_ids(job, vocab_size=config.vocab_size)
     settings = job.engine
     device = torch.device("cpu" if settings.device == "auto" else settings.device)
     with tempfile.TemporaryDirectory(prefix="batchllm-simulate-") as name:
@@ -85,7 +88,12 @@ def job_workload(job: Job, *, limit: int | None = None, note: Callable[[str], No
         try:
             tokenizer = load_tokenizer(source)
             errors = stage_prompts(
-                job, input=rows, tokenizer=tokenizer, staging=staging, max_context=config.max_context
+                job,
+                input=rows,
+                tokenizer=tokenizer,
+                staging=staging,
+                max_context=config.max_context,
+                vocab_size=config.vocab_size,
             )
             num_errors = sum(1 for _ in errors)
             if num_errors:
@@ -163,7 +171,7 @@ def size_in_blocks(text: str, *, option: str, working_set: int, block_bytes: int
 def read_rates(path: Path) -> dict[Rate, float]:
     """Rates of a machine: a JSON object with names of `Rate`. Raises JobError for anything else."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_whole(path).decode())
         rates = {Rate(name): float(value) for name, value in values.items()}
     except OSError as error:
         raise JobError(f"--rates {path}: {error.strerror}") from None

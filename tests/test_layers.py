@@ -10,7 +10,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 LAYERS = [
-    ["errors", "prompt"],
+    ["bounded_files", "errors", "prompt"],
     ["kernels", "storage"],
     ["ops"],
     ["models", "planner"],

@@ -152,6 +152,33 @@ def test_a_signal_ends_the_run_with_130_and_the_same_command_finishes_it(
     assert what_rows_say(out) == expected["rows"]
 
 
+@pytest.mark.parametrize("waits_for_summary", [False, True])
+def test_ctrl_c_again_and_again_ends_with_130_and_loses_nothing(
+    commands: Any, long_job: WriteJob, expected: dict[str, Any], tmp_path: Path, waits_for_summary: bool
+) -> None:
+    job, out = long_job(tmp_path), tmp_path / "out"
+    # A process of its own: the command server's have no teardown that a signal could fall into.
+    program = [sys.executable, "-c", "from batchllm.cli.main import main; main()", "run", str(job)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    pipe = subprocess.PIPE
+    with watched(out), subprocess.Popen(program, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        while not list(out.glob(".staging-*/prompts/*")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        if waits_for_summary:
+            assert "stopped; run the same command again" in process.stdout.readline()
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.01)
+        said = process.stderr.read()
+    assert process.returncode == 130, said
+    assert said.count("stopping after this step") == 1 and "Traceback" not in said
+    assert commands.run("run", job, folder=tmp_path).code == 3
+    assert what_rows_say(out) == expected["rows"]
+
+
 def test_a_stop_while_rows_are_read_comes_at_once_and_loses_nothing(
     commands: Any, write_job: WriteJob, tmp_path: Path
 ) -> None:

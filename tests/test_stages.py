@@ -229,6 +229,17 @@ def test_stages_that_do_not_fit_are_refused_by_key(
     assert expected in str(caught.value)
 
 
+def test_a_token_that_the_model_does_not_have_is_refused_before_the_first_stage(make_job: MakeJob) -> None:
+    says = "sampling.stop_token_ids: token 320 is beyond the model's vocabulary of 320"
+    steps: list[object] = []
+    stages = draft_and_check(sampling={"stop_token_ids": [320]})
+    with pytest.raises(JobError, match=f"^stages.1.{says}"):
+        rows_of(make_job(stages), observer=Observer(progress=steps.append))
+    with pytest.raises(JobError, match=f"^{says}"):
+        rows_of(make_job(draft_and_check(), sampling={"stop_token_ids": [320]}))
+    assert steps == []
+
+
 def test_a_prompt_or_a_constraint_beside_stages_is_refused(write_job: Callable[..., Path], tmp_path: Path) -> None:
     path = write_job(tmp_path, {"text": ["a"]}, stages=draft_and_check())
     with pytest.raises(JobError, match="prompt: has no place beside stages"):

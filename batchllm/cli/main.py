@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 import traceback
 
@@ -22,7 +23,7 @@ from batchllm.cli.saying import drop_output, one_line, say
 from batchllm.cli.schedule import schedule
 from batchllm.cli.schema import schema
 from batchllm.cli.simulate import simulate
-from batchllm.errors import BatchLLMError, JobError
+from batchllm.errors import BatchLLMError, JobError, StoppedError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -44,13 +45,23 @@ for command in (run, plan, report, backfill, schedule, query, doctor, models, sc
 
 def main() -> None:
     """Entry point: runs the command line and ends with the exit code of what happened."""
+    try:
+        code = _run()
+    except KeyboardInterrupt:
+        code = StoppedError.exit_code
+    # The command is over. Taking the interpreter down lasts a moment, in which Ctrl-C would put the signal in the place of the code.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
+
+
+def _run() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A name that the terminal's encoding lacks is no reason to fail.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = cli.main(standalone_mode=False)
     except click.exceptions.Abort:
-        code = 130
+        code = StoppedError.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         code = error.exit_code
@@ -68,7 +79,7 @@ def main() -> None:
         drop_output()
         place = "a file or standard output" if error.filename is None else error.filename
         code = _refuse(f"{place}: {error.strerror or error}", exit_code=BatchLLMError.exit_code)
-    sys.exit(code if isinstance(code, int) else 0)
+    return code if isinstance(code, int) else 0
 
 
 def _refuse(line: str, *, exit_code: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from batchllm.data.places import place_mistake
+from batchllm.data.places import BATCH_ERRORS_NAME, BATCH_OUTPUT_NAME, place_mistake
 
 _MOST_SHOWN = 60
 """Characters of a wrong path that a message repeats."""
@@ -55,6 +55,24 @@ class ReplacedFile(OutputFile):
         if path.absolute().parent in _DEVICES or (path.exists() and not path.is_file()):
             self.fail(f"'{path}' is a device or a pipe, and a file is wanted", param, ctx)
         return path
+
+
+def check_beside_parts(files: Mapping[str, Path | None], *, folder: Path) -> None:
+    """Raises UsageError where a file would stand among those that runs write to the output folder: it would replace one of them, or be
+    taken for one by the next run. Under another name it may lie there.
+    """
+    root = os.path.realpath(folder)
+    for name, path in files.items():
+        if path is None:
+            continue
+        place = os.path.join(os.path.realpath(path.parent), path.name)
+        inside = os.path.relpath(place, root)
+        first, *below = inside.split(os.sep)
+        is_runs_own = first.startswith(".") or first in (BATCH_OUTPUT_NAME, BATCH_ERRORS_NAME)
+        if first != os.pardir and (is_runs_own or (not below and inside.endswith(".parquet"))):
+            raise click.UsageError(
+                f"{name} {path} would stand among the files of runs in output.path; name a file elsewhere"
+            )
 
 
 def check_apart(files: Mapping[str, Path | None]) -> None:

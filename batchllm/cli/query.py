@@ -11,7 +11,7 @@ from typing import TextIO, get_args
 import click
 
 from batchllm.cli.formats import TableFormat
-from batchllm.cli.paths import GivenPath, ReplacedFile, check_apart
+from batchllm.cli.paths import GivenPath, ReplacedFile, check_apart, check_beside_parts
 from batchllm.cli.saying import one_line, put, say
 
 _PROMPT = "sql> "
@@ -53,6 +53,7 @@ def query(
     check_apart({"the job file": job_file, "--output": output_file})
     job = load_job(job_file, overrides=overrides, date=date.date() if date else None)
     folder = Path(job.output.path)
+    check_beside_parts({"--output": output_file}, folder=folder)
     if views:
         from batchllm.data.results import view_statements
 

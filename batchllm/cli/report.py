@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from batchllm.cli.paths import GivenPath, ReplacedFile, check_apart
+from batchllm.cli.paths import GivenPath, ReplacedFile, check_apart, check_beside_parts
 from batchllm.cli.saying import put, say
 
 
@@ -42,6 +42,7 @@ def report(
         raise click.UsageError("--text and --json print; --output and --open are for a page: choose one")
     check_apart({"the job file": job_file, "--output": output_file})
     job = load_job(job_file, overrides=overrides, date=date.date() if date else None)
+    check_beside_parts({"--output": output_file}, folder=Path(job.output.path))
     made = build_report(Path(job.output.path), run_id=run_id, warn=say)
     if as_text:
         from batchllm.data.report_text import report_text

@@ -10,7 +10,7 @@ from typing import Literal
 import click
 
 from batchllm.cli.options import run_options, stop_rules
-from batchllm.cli.paths import GivenPath, ReplacedFile, check_apart
+from batchllm.cli.paths import GivenPath, ReplacedFile, check_apart, check_beside_parts
 from batchllm.cli.saying import put
 
 
@@ -74,6 +74,7 @@ def run(
             recorded = recorded_date(Path(job.output.path))
             if recorded is not None and recorded != job.date:
                 job = load_job(job_file, overrides=overrides, date=recorded)
+        check_beside_parts({"--summary": summary_file, "--metrics": metrics_file}, folder=Path(job.output.path))
         summary = run_unattended(
             job,
             job_file=job_file,

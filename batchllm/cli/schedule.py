@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from batchllm.cli.paths import GivenPath, OutputFile, check_apart
+from batchllm.cli.paths import GivenPath, OutputFile, check_apart, check_beside_parts
 from batchllm.cli.saying import put, say
 
 
@@ -20,7 +20,9 @@ from batchllm.cli.saying import put, say
     "--install", is_flag=True, help="Put the entry into your crontab, in the place of this job's earlier one."
 )
 @click.option("--remove", is_flag=True, help="Take this job's entry out of your crontab.")
+@click.pass_context
 def schedule(
+    context: click.Context,
     job_file: Path,
     run_options: tuple[str, ...],
     at: str | None,
@@ -56,8 +58,11 @@ def schedule(
     from batchllm.nightly.schedule import cron_entry, scheduled_job, systemd_units
 
     # A mistake in the options is found now and not at night.
-    with run.make_context("run", [str(job_file), *run_options]) as parsed:
-        values = parsed.params
+    try:
+        with run.make_context("run", [str(job_file), *run_options], parent=context.find_root()) as parsed:
+            values = parsed.params
+    except click.UsageError as error:
+        raise click.UsageError(f"behind --: {error.format_message()}", ctx=error.ctx) from None
     stop_rules(deadline=values["deadline"], max_error_rate=values["max_error_rate"])
     for key in ("summary_file", "metrics_file"):
         if values[key] is not None and not values[key].is_absolute():
@@ -65,6 +70,7 @@ def schedule(
     written = {"--log": log, "--summary": values["summary_file"], "--metrics": values["metrics_file"]}
     check_apart({"the job file": job_file, **written})
     job = load_job(job_file, overrides=values["overrides"])
+    check_beside_parts(written, folder=Path(job.output.path))
     scheduled = scheduled_job(job_file, name=job.name, at=at, run_options=run_options, log=log)
     text = cron_entry(scheduled) if kind == "cron" else systemd_units(scheduled)
     # Without its folder the log could not be opened, and nothing would run.

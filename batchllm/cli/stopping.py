@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import os
 import signal
 import time
 from collections.abc import Callable
 from types import FrameType
 
+from batchllm.errors import StoppedError
+
 
 class StopWish:
     """Turns the first SIGINT or SIGTERM, or the deadline, into a wish to stop after the step; said once.
 
-    A second SIGINT ends the process at once.
+    A second SIGINT ends the run where it is, a third the process: a part is whole or not there, so no moment is a wrong one.
     """
 
     def __init__(self, *, deadline: datetime.datetime | None, say: Callable[[str], None]) -> None:
@@ -20,6 +23,7 @@ class StopWish:
         self._say = say
         self._deadline_s = None if deadline is None else deadline.timestamp()
         self._is_asked = False
+        self._is_interrupted = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
@@ -27,6 +31,9 @@ class StopWish:
         if not self._is_asked:
             self._ask("stopping after this step; what is done is kept")
         elif number == signal.SIGINT:
+            if self._is_interrupted:
+                os._exit(StoppedError.exit_code)
+            self._is_interrupted = True
             raise KeyboardInterrupt
 
     def _ask(self, text: str) -> None:

@@ -16,7 +16,14 @@ from pydantic import (
     model_validator,
 )
 
-from batchllm.data.constraints import check_grammar, choice_grammar, read_schema, regex_grammar, schema_grammar
+from batchllm.data.constraints import (
+    check_grammar,
+    check_length,
+    choice_grammar,
+    read_schema,
+    regex_grammar,
+    schema_grammar,
+)
 from batchllm.data.phrases import describe
 from batchllm.data.section import ColumnName, PerRow, Section
 from batchllm.prompt import Grammar
@@ -28,7 +35,9 @@ def _checked_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ValueError("must be Unicode text, which holds no half of a surrogate pair") from None
-        check_grammar(schema_grammar(value))
+        grammar = schema_grammar(value)
+        check_length(value)
+        check_grammar(grammar)
     return value
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
+from batchllm.bounded_files import read_whole
 from batchllm.prompt import Grammar
 
 # JSON as `json.dumps` spaces it. Free white space would let a weak model write blanks until its tokens are spent.
@@ -38,21 +41,88 @@ def regex_grammar(pattern: str) -> Grammar:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raises ValueError for a grammar that is well formed and still makes no first token: too large, or without any text that fits.
+    """Raises ValueError for a grammar that is well formed and that no row could keep to: too large, or without any text that fits.
 
-    Asked over single bytes, so no model is needed. What is refused here would be an error in every row.
+    Asked over single bytes, so no model is needed.
     """
     matcher = LLMatcher(_byte_tokenizer(), grammar.text, log_level=0)
-    mask = matcher.compute_bitmask()
+    fits_any = any(matcher.compute_bitmask())
     reason = _reason(matcher.get_error()) if matcher.is_error() else ""
     if reason and reason != _NOTHING_FITS:
         raise ValueError(f"cannot be kept to: {reason}")
-    if reason or not any(mask):
+    if reason or not fits_any:
         raise ValueError("cannot be kept to: no text fits")
+    _write_one(matcher)
+    # A text that leads nowhere is not held against the form: another one may be whole.
+    reason = _reason(matcher.get_error()) if matcher.is_error() else ""
+    if _TOO_LARGE in reason.lower():
+        reason = reason.partition("; try ")[0]
+        raise ValueError(f"cannot be kept to: {reason}; repeat less in it (as with {{n}}, minItems and minLength)")
 
 
 _NOTHING_FITS = "NoExtensionBias"
 """What the library says of a form that no text has."""
+_TOO_LARGE = "too many"
+_PROBED_STEPS = 1000
+_PROBED_BYTES = 100_000
+_CLOSING = {byte: place for place, byte in enumerate(b'"]},:0')}
+"""What leads to the end of JSON, the soonest first. Other bytes come last, and in turn."""
+
+
+def _write_one(matcher: LLMatcher) -> None:
+    """Writes a text, as short as is easily found, until it is whole, long enough, or the matcher fails.
+
+    What is too large for the library often fails behind the first token only.
+    """
+    num_bytes, times_taken = 0, Counter[int]()
+    for _ in range(_PROBED_STEPS):
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        if matcher.is_error() or matcher.is_accepting() or not allowed or num_bytes > _PROBED_BYTES:
+            return
+        text = matcher.compute_ff_tokens()
+        if not text:
+            text = [min(allowed, key=lambda byte: (_CLOSING.get(byte, len(_CLOSING)), times_taken[byte]))]
+            times_taken[text[0]] += 1
+        matcher.consume_tokens(text)
+        num_bytes += len(text)
+
+
+def check_length(schema: Mapping[str, Any]) -> None:
+    """Raises ValueError for a schema whose shortest text is longer than any completion, such as one with `minItems: 1000000`."""
+    shortest = _shortest(schema)
+    if shortest > _LONGEST_FORM:
+        raise ValueError(
+            f"cannot be kept to: its shortest text has more than {_LONGEST_FORM} characters; make minItems, minLength or minProperties smaller"
+        )
+
+
+_LONGEST_FORM = 1_000_000
+
+
+def _shortest(schema: object) -> int:
+    """Characters that every text of the schema has at least. What `$ref` and the like add is not counted."""
+    if not isinstance(schema, Mapping):
+        return 1
+    type_ = schema.get("type")
+    if type_ == "string":
+        return 2 + _count(schema, "minLength")
+    if type_ == "array":
+        first, num_items = schema.get("prefixItems"), _count(schema, "minItems")
+        items = [_shortest(item) for item in first[:num_items]] if isinstance(first, list) else []
+        return 2 + sum(items) + (num_items - len(items)) * _shortest(schema.get("items")) + 2 * max(num_items - 1, 0)
+    if type_ == "object":
+        named, required = schema.get("properties"), schema.get("required")
+        named = named if isinstance(named, Mapping) else {}
+        required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+        values = sum(len(name) + 4 + _shortest(named.get(name)) for name in required)
+        return 2 + max(values, 5 * _count(schema, "minProperties"))
+    return 1
+
+
+def _count(schema: Mapping[str, Any], key: str) -> int:
+    value = schema.get(key)
+    return int(value) if isinstance(value, (int, float)) and value > 0 else 0
 
 
 @functools.cache
@@ -65,7 +135,7 @@ def read_schema(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        schema = json.loads(Path(value).read_text(encoding="utf-8"))
+        schema = json.loads(read_whole(Path(value)).decode())
     except FileNotFoundError:
         raise ValueError(f"there is no file {value}") from None
     except OSError as error:

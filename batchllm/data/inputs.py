@@ -11,11 +11,12 @@ import duckdb
 import pyarrow as pa
 
 from batchllm.data.earlier import STAGES_COLUMN, StageCompletions, stages_type, with_stages_column
+from batchllm.data.input_files import find_files, table_kind
 from batchllm.data.openai_input import CARRIED_COLUMNS, ID_COLUMN, spool_requests
-from batchllm.data.parquet_files import ParquetFiles, check_columns, find_files, open_files, read_batches
+from batchllm.data.parquet_files import ParquetFiles, check_columns, open_files, read_batches
 from batchllm.data.schema import carried_fields, carried_type
 from batchllm.data.sections import InputSection, JobSections
-from batchllm.data.spool import is_text_table, spool_query, spool_text_files
+from batchllm.data.spool import spool_query, spool_text_files
 from batchllm.data.templates import template_columns
 from batchllm.errors import InputError
 
@@ -153,7 +154,7 @@ def _open_table(job: JobSections, *, spool_folder: Path, name: str) -> tuple[boo
         return True, open_files([spool], name=name, is_spool=True)
     assert section.path is not None
     files = find_files(section.path)
-    if not is_text_table(files):
+    if table_kind(files[0]) == "Parquet":
         return False, open_files(files, name=name)
     spool = spool_text_files(files, spool_folder=spool_folder, name=name)
     return True, open_files([spool], name=name, is_spool=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm.bounded_files import read_lines
 from batchllm.data.openai_requests import Request, parse_line, refuse_repeated
 from batchllm.data.parquet_files import ParquetFiles, first_line, open_files
 from batchllm.errors import InputError, OutputError
@@ -44,7 +45,7 @@ def spool_requests(path: Path, *, target: Path, name: str) -> ParquetFiles:
         with open(path, "rb") as file, pq.ParquetWriter(target, SCHEMA, compression="zstd") as writer:
             rows: list[dict[str, object]] = []
             size = 0
-            for request in read_requests(file):
+            for request in read_requests(read_lines(file)):
                 rows.append(_row(request))
                 size += 256 + sum(len(cell) for cell in rows[-1].values() if isinstance(cell, str))
                 if size >= _GROUP_BYTES:

@@ -20,12 +20,11 @@ import duckdb
 
 from batchllm.data.openai_bodies import CHAT_URL
 from batchllm.data.parts import visible_parts
+from batchllm.data.places import BATCH_ERRORS_NAME, BATCH_OUTPUT_NAME
 from batchllm.data.replaced_file import replace_file
 from batchllm.data.results import view_statements
 from batchllm.errors import OutputError
 
-OUTPUT_NAME = "batch_output.jsonl"
-ERRORS_NAME = "batch_errors.jsonl"
 _MEMORY = "1GB"
 _BATCH_ROWS = 1024
 # The service's own stand-in for a token of probability 0.
@@ -62,7 +61,7 @@ def write_batch_files(folder: Path, *, staging: Path, tokens: Callable[[], Answe
 
     Memory does not grow with the number of requests. Raises OutputError.
     """
-    targets = (folder / OUTPUT_NAME, folder / ERRORS_NAME)
+    targets = (folder / BATCH_OUTPUT_NAME, folder / BATCH_ERRORS_NAME)
     parts = visible_parts(folder)
     if all(_is_newer(target, parts) for target in targets):
         return
@@ -134,7 +133,10 @@ class _Lines:
     def error(self, samples: list[dict[str, Any]]) -> bytes:
         """No response: a reader that takes any body for an answer finds none."""
         first = next(sample for sample in samples if sample["error"] is not None)
-        error = {"code": "request_failed", "message": first["error"]}
+        # An error of the engine names no line of its own; a reader of this file knows requests by it.
+        line = f"line {first['request_line']}: "
+        message = first["error"] if line in first["error"] else line + first["error"]
+        error = {"code": "request_failed", "message": message}
         return _line({"id": f"batch_req_{_name(first)}", "custom_id": first["id"], "response": None, "error": error})
 
     def _choice(self, sample: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:

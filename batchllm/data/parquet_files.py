@@ -1,11 +1,10 @@
-"""Parquet files as one table: which files, their columns and rows, and batches in bounded memory.
+"""Parquet files as one table: their columns and rows, and batches in bounded memory.
 
 Metadata of single column chunks is never asked for: for some encrypted files the reader ends the process there.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 from collections import Counter
@@ -40,29 +39,6 @@ class ParquetFiles:
     @property
     def num_rows(self) -> int:
         return sum(self.file_rows)
-
-
-def find_files(path: str) -> tuple[Path, ...]:
-    """A file, a glob (`**` descends) or a folder's Parquet files, sorted by name; hidden and `_` files are skipped.
-
-    Raises InputError when there is none.
-    """
-    place = Path(path)
-    if place.is_file():
-        return (place,)
-    if place.is_dir():
-        names = sorted(entry.name for entry in os.scandir(place) if entry.is_file())
-        found = [place / name for name in names if name.lower().endswith((".parquet", ".pq")) and name[0] not in "._"]
-        if not found:
-            raise InputError(f"input.path: {place}: the folder holds no Parquet file")
-        return tuple(found)
-    if any(character in path for character in "*?["):
-        matches = sorted(Path(match) for match in glob.glob(path, recursive=True))
-        found = [match for match in matches if match.is_file() and match.name[0] not in "._"]
-        if found:
-            return tuple(found)
-        raise InputError(f"input.path: {path}: no file matches")
-    raise InputError(f"input.path: {path}: there is no such file or folder")
 
 
 def open_files(files: Sequence[Path], *, name: str, is_spool: bool = False) -> ParquetFiles:

@@ -1,7 +1,10 @@
-"""Paths that a user names: what keeps a text from being one, found before anything is opened."""
+"""Paths that a user names: what keeps a text from being one, found before anything is opened, and names that a run gives its files."""
 
 from __future__ import annotations
 
+BATCH_OUTPUT_NAME = "batch_output.jsonl"
+BATCH_ERRORS_NAME = "batch_errors.jsonl"
+"""In an output folder: the answers to an OpenAI batch file."""
 _LONGEST_NAME = 255
 _LONGEST_PATH = 4095
 """Bytes, as Linux takes them."""

@@ -19,9 +19,10 @@ from batchllm.data.constraint_section import row_choice
 from batchllm.data.inputs import Input
 from batchllm.data.kept import KeptRows
 from batchllm.data.openai_bodies import SERVICE_DEFAULTS
-from batchllm.data.openai_input import SAMPLING_COLUMN
+from batchllm.data.openai_input import ERROR_COLUMN, SAMPLING_COLUMN
 from batchllm.data.rendering import History, PromptRenderer, PromptTokenizer
 from batchllm.data.sections import JobSections, SamplingSection, request_params
+from batchllm.data.token_ids import wrong_token_id
 from batchllm.errors import OutputError
 from batchllm.planner.store import PromptStore
 from batchllm.prompt import Grammar, SamplingParams
@@ -75,6 +76,7 @@ def stage_prompts(
     tokenizer: PromptTokenizer,
     staging: Staging,
     max_context: int,
+    vocab_size: int,
     should_stop: Callable[[], bool] = lambda: False,
     history: History | None = None,
 ) -> Iterator[RowError]:
@@ -82,17 +84,18 @@ def stage_prompts(
 
     `history` is given for a later stage, whose rows' cells are staged already.
     `should_stop` is asked for each batch of rows; when it says so, the rest stays unread and the store unfinished.
-    `max_context`: tokens of the model's context; a prompt must leave room for one more. The cells of a row are in
+    `max_context`: tokens of the model's context; a prompt must leave room for one more. `vocab_size`: of the model; a row that names a
+    token beyond it is an error row (`check_token_ids` is for what the job names). The cells of a row are in
     `staging.kept` before its error is yielded. Raises InputError, JobError, ModelError, OutputError.
     """
     renderer = PromptRenderer(job, input=input, tokenizer=tokenizer, history=history)
     limit = max_context - 1 if job.prompt.max_prompt_tokens is None else job.prompt.max_prompt_tokens
     limit = min(limit, max_context - 1)
-    grammar = job.output.grammar()
+    interned = _Interned(staging.store, grammar=job.output.grammar(), vocab_size=vocab_size)
     sampling = (
-        _RequestSampling(job.sampling, store=staging.store, grammar=grammar)
+        _RequestSampling(job.sampling, interned=interned)
         if input.holds_requests
-        else _RowSampling(job.sampling, store=staging.store, grammar=grammar, choice_column=job.output.choice_column)
+        else _RowSampling(job.sampling, interned=interned, choice_column=job.output.choice_column)
     )
     row_index = 0
     try:
@@ -114,9 +117,10 @@ def stage_prompts(
                     cut=_Cut(limit, job.prompt.truncate),
                     errors=errors,
                 )
+            places = _request_lines(batch) if input.holds_requests else [""] * batch.num_rows
             for place in sorted(errors):
                 if todo[place]:
-                    yield RowError(int(rows[place]), f"row {rows[place]}: {errors[place]}")
+                    yield RowError(int(rows[place]), f"row {rows[place]}: {places[place]}{errors[place]}")
         staging.store.finish()
     except OSError as error:
         raise OutputError(f"{staging.store.folder}: prompts cannot be staged: {error.strerror or error}") from None
@@ -137,6 +141,12 @@ def _stage_carried(batch: pa.RecordBatch, *, input: Input, kept: KeptRows) -> di
             errors.setdefault(place, f"column {name!r} is not valid UTF-8")
     kept.append(pa.RecordBatch.from_arrays(arrays, schema=kept.schema))
     return errors
+
+
+def _request_lines(batch: pa.RecordBatch) -> list[str]:
+    """What an error of each request begins with: its line in the file, which the request's own errors have already."""
+    lines, own = batch.column("request_line").to_pylist(), batch.column(ERROR_COLUMN).to_pylist()
+    return ["" if error is not None else f"line {line}: " for line, error in zip(lines, own, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,22 +188,35 @@ def _stage_tokens(
         )
 
 
+class _Interned:
+    """The sampling of rows as numbers of the store. `grammar`: of all rows that bring none of their own."""
+
+    def __init__(self, store: PromptStore, *, grammar: Grammar | None, vocab_size: int) -> None:
+        self._store = store
+        self._grammar = grammar
+        self._vocab_size = vocab_size
+
+    def number(self, params: SamplingParams, *, grammar: Grammar | None = None, key: Callable[[str], str] = str) -> int:
+        """Raises ValueError for a token that the model does not have; `key` is what a field is called there."""
+        wrong = wrong_token_id(params, vocab_size=self._vocab_size)
+        if wrong is not None:
+            raise ValueError(f"{key(wrong[0])}: {wrong[1]}")
+        return self._store.intern_sampling(dataclasses.replace(params, grammar=grammar or self._grammar))
+
+
 class _RowSampling:
     """The sampling of each row as a number of the store; equal cells are checked once."""
 
-    def __init__(
-        self, section: SamplingSection, *, store: PromptStore, grammar: Grammar | None, choice_column: str | None
-    ) -> None:
-        """`choice_column` holds each row's labels, in the place of a `grammar` for all."""
+    def __init__(self, section: SamplingSection, *, interned: _Interned, choice_column: str | None) -> None:
+        """`choice_column` holds each row's labels, in the place of a grammar for all."""
         self._section = section
-        self._store = store
-        self._grammar = grammar
+        self._interned = interned
         self._choice_column = choice_column
         self._columns = section.columns()
         if choice_column is not None:
             self._columns[_CHOICE] = choice_column
         self._seen: dict[str, int | str] = {}
-        self._fixed = None if self._columns else self._number(section.params(), grammar=grammar)
+        self._fixed = None if self._columns else interned.number(section.params())
 
     def ids(self, batch: pa.RecordBatch, *, todo: np.ndarray, errors: dict[int, str]) -> dict[int, int]:
         places = [place for place in np.flatnonzero(todo).tolist() if place not in errors]
@@ -220,24 +243,23 @@ class _RowSampling:
             if isinstance(value, BadCell):
                 return str(value)
         try:
-            grammar = self._grammar
+            grammar = None
             if self._choice_column is not None:
                 grammar = row_choice(values[_CHOICE], column=self._choice_column)
-            return self._number(self._section.params(values), grammar=grammar)
+            return self._interned.number(self._section.params(values), grammar=grammar, key=self._key)
         except ValueError as error:
             return str(error)
 
-    def _number(self, params: SamplingParams, *, grammar: Grammar | None) -> int:
-        return self._store.intern_sampling(dataclasses.replace(params, grammar=grammar))
+    def _key(self, field: str) -> str:
+        return f"column {self._columns[field]!r} as sampling.{field}" if field in self._columns else f"sampling.{field}"
 
 
 class _RequestSampling:
     """The sampling of each request of a batch file as a number of the store; equal ones are checked once."""
 
-    def __init__(self, section: SamplingSection, *, store: PromptStore, grammar: Grammar | None) -> None:
+    def __init__(self, section: SamplingSection, *, interned: _Interned) -> None:
         self._section = section
-        self._store = store
-        self._grammar = grammar
+        self._interned = interned
         self._seen: dict[tuple[str, str], int | str] = {}
 
     def ids(self, batch: pa.RecordBatch, *, todo: np.ndarray, errors: dict[int, str]) -> dict[int, int]:
@@ -264,7 +286,6 @@ class _RequestSampling:
         form = values.pop("grammar", None)
         try:
             params = request_params(self._section, defaults=SERVICE_DEFAULTS[url], values=values)
+            return self._interned.number(params, grammar=None if form is None else Grammar(**form))
         except ValueError as error:
             return str(error)
-        grammar = self._grammar if form is None else Grammar(**form)
-        return self._store.intern_sampling(dataclasses.replace(params, grammar=grammar))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm.data.input_files import table_kind
+from batchllm.data.json_lines import with_line
 from batchllm.data.parquet_files import first_line
 from batchllm.errors import InputError, JobError, OutputError
 
@@ -35,21 +39,16 @@ def spool_query(sql: str, *, folder: Path, spool_folder: Path, name: str) -> Pat
         return _write(connection.sql(statements[0].query), spool_folder)
 
 
-def is_text_table(files: tuple[Path, ...]) -> bool:
-    """Whether the files are CSV or JSON lines by their names, perhaps compressed."""
-    return _suffix(files) in (".csv", ".tsv", ".jsonl", ".ndjson")
-
-
 def spool_text_files(files: tuple[Path, ...], *, spool_folder: Path, name: str) -> Path:
     """Reads CSV or JSON lines; returns the file of their rows. Raises InputError.
 
     Text stays text: no cell is guessed to be a number or a date that prints otherwise than it was written.
     """
     listed = ", ".join(_quoted(str(path), quote="'") for path in files)
-    with _connection(spool_folder, name=name) as connection:
-        if _suffix(files) in (".csv", ".tsv"):
+    with _connection(spool_folder, name=name, files=files) as connection:
+        if table_kind(files[0]) == "CSV":
             for path in files:
-                _check_quotes(connection, path, name=name)
+                _check_csv(connection, path, name=name)
             return _write(connection.sql(f"SELECT * FROM read_csv([{listed}], {_CSV})"), spool_folder)
         options = "format = 'newline_delimited', records = true, sample_size = -1"
         query = f"SELECT * FROM read_json([{listed}], {options}, dateformat = 'never', timestampformat = 'never')"
@@ -64,25 +63,25 @@ def spool_text_files(files: tuple[Path, ...], *, spool_folder: Path, name: str) 
 
 
 @contextmanager
-def _connection(spool_folder: Path, *, name: str) -> Iterator[duckdb.DuckDBPyConnection]:
+def _connection(spool_folder: Path, *, name: str, files: tuple[Path, ...] = ()) -> Iterator[duckdb.DuckDBPyConnection]:
     connection = duckdb.connect()
     try:
         connection.execute(f"SET memory_limit = '{_MEMORY}'")
         connection.execute("SET temp_directory = ?", [str(spool_folder / "duckdb")])
         yield connection
     except (duckdb.Error, OSError, pa.ArrowException) as error:
-        raise _failure(error, name=name) from None
+        raise _failure(error, name=name, files=files) from None
     finally:
         connection.close()
 
 
-def _failure(error: Exception, *, name: str) -> InputError | OutputError:
+def _failure(error: Exception, *, name: str, files: tuple[Path, ...]) -> InputError | OutputError:
     """Rows that are wrong, or a disk or memory that is full. DuckDB's errors in the middle of a stream come as Arrow's."""
     full = (os.strerror(errno.ENOSPC), "Out of Memory Error")
     if getattr(error, "errno", None) is not None or any(text in str(error) for text in full):
         return OutputError(f"{name}: its rows cannot be staged: {first_line(error)}")
     what = "its rows cannot be staged: " if isinstance(error, pa.ArrowNotImplementedError) else ""
-    return InputError(f"{name}: {what}{_reason(error)}")
+    return InputError(f"{name}: {what}{with_line(_reason(error), files=files)}")
 
 
 def _reason(error: Exception) -> str:
@@ -95,12 +94,42 @@ def _reason(error: Exception) -> str:
     return ": ".join([file[1], text, *sentences[:1]])
 
 
-def _check_quotes(connection: duckdb.DuckDBPyConnection, path: Path, *, name: str) -> None:
-    """Raises InputError for a cell that opens a quote and does not close it: DuckDB would take the file for one without quotes."""
-    sniffed = connection.execute(f"SELECT Quote FROM sniff_csv(?, {_CSV})", [str(path)]).fetchall()
-    if sniffed[0][0] == '"':
-        return  # then DuckDB finds an open one itself
+def _check_csv(connection: duckdb.DuckDBPyConnection, path: Path, *, name: str) -> None:
+    """Raises InputError for two columns of one name, and for a quote that is not closed: DuckDB takes both files, as other ones."""
+    ((*characters, skipped_rows),) = connection.execute(
+        f"SELECT Delimiter, Quote, Escape, Comment, SkipRows FROM sniff_csv(?, {_CSV})", [str(path)]
+    ).fetchall()
+    delimiter, quote, escape, comment = ("" if text == "(empty)" else text for text in characters)
+    dialect = _Dialect(delimiter, quote, escape, comment, skipped_rows)
     rows = connection.sql(f"SELECT * FROM read_csv({_quoted(str(path), quote=chr(39))}, {_CSV})")
+    if any(column.rpartition("_")[0] in rows.columns for column in rows.columns):
+        _check_names(connection, path, dialect=dialect, name=name)
+    if dialect.quote != '"':  # else DuckDB finds an open one itself
+        _check_quotes(connection, rows, what=f"{name}: {path}")
+
+
+class _Dialect(NamedTuple):
+    delimiter: str
+    quote: str
+    escape: str
+    comment: str
+    skipped_rows: int
+
+
+def _check_names(connection: duckdb.DuckDBPyConnection, path: Path, *, dialect: _Dialect, name: str) -> None:
+    """Raises InputError for two columns of one name `x`; DuckDB calls the second one `x_1`, as it might be called in the file."""
+    heads = connection.execute(
+        "SELECT * FROM read_csv(?, header = false, all_varchar = true, delim = ?, quote = ?, escape = ?, comment = ?, skip = ?) LIMIT 1",
+        [str(path), *dialect],
+    ).fetchall()
+    names = Counter(cell.strip() for cell in (heads[0] if heads else ()) if cell is not None)
+    twice = next((column for column, count in names.items() if count > 1), None)
+    if twice is not None:
+        raise InputError(f"{name}: {path}: has two columns named {twice!r}")
+
+
+def _check_quotes(connection: duckdb.DuckDBPyConnection, rows: duckdb.DuckDBPyRelation, *, what: str) -> None:
+    """Raises InputError for a cell that opens a quote and does not close it: DuckDB would take the file for one without quotes."""
     found = 1 if any(_is_open(column) for column in rows.columns) else None
     if found is None:
         cells = [_quoted(column, quote='"') for column in rows.columns]
@@ -113,7 +142,7 @@ def _check_quotes(connection: duckdb.DuckDBPyConnection, path: Path, *, name: st
         found = lines[0][0]
     if found is not None:
         raise InputError(
-            f"{name}: {path}, line {found}: a quote is opened and not closed; "
+            f"{what}, line {found}: a quote is opened and not closed; "
             "a cell that begins with a quote stands in quotes, with those inside it doubled"
         )
 
@@ -154,10 +183,6 @@ def _check_type(field: pa.Field) -> None:
             f"column {field.name!r} has the type {field.type}, which Parquet does not have; make it text in the query, as in "
             f'CAST("{field.name}" AS VARCHAR)'
         ) from None
-
-
-def _suffix(files: tuple[Path, ...]) -> str:
-    return Path(files[0].name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
 
 
 def _quoted(text: str, *, quote: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from batchllm.bounded_files import read_lines
 from batchllm.errors import InputError
 from batchllm.planner.plan import Plan
 
@@ -119,7 +120,7 @@ def _trace_entry(line: bytes) -> tuple[int, int, list[int]]:
 def _lines(path: Path) -> Iterator[bytes]:
     try:
         with path.open("rb") as file:
-            yield from file
+            yield from read_lines(file)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 

@@ -203,6 +203,31 @@ def test_retried_errors_are_written_anew(batchllm: Command, write_batch: WriteBa
     assert [one["custom_id"] for one in read(tmp_path / "out/batch_output.jsonl")] == ["short", "long"]
 
 
+def test_whatever_is_wrong_with_a_request_its_line_is_named(
+    batchllm: Command, write_batch: WriteBatch, tmp_path: Path
+) -> None:
+    lines = [
+        "",
+        line("empty", prompt=""),
+        "",
+        "",
+        line("bias", logit_bias={"320": 5}),
+        line("long", prompt="ab" * 600),
+        line("good", prompt="a", max_tokens=2),
+        line("large", prompt="a", max_tokens=300, seed=1),
+    ]
+    assert batchllm("run", write_batch(lines), "--set", "engine.kv.device=64KiB").exit_code == 3
+    messages = [error["error"]["message"] for error in read(tmp_path / "out/batch_errors.jsonl")]
+    assert messages[0] == "row 0: line 2: the prompt is empty: it has no tokens"
+    assert messages[1] == (
+        "row 1: line 5: logit_bias: token 320 is beyond the model's vocabulary of 320; name ids from 0 to 319"
+    )
+    assert messages[2].startswith("row 2: line 6: the prompt has ")
+    assert messages[3].startswith("line 8: ") and len(messages) == 4
+    errors = query("select error from errors order by row_index", tmp_path / "out")["error"].to_pylist()
+    assert errors[:3] == messages[:3]
+
+
 def test_logprobs_are_written_as_the_service_writes_them(
     batchllm: Command, write_batch: WriteBatch, tmp_path: Path
 ) -> None:
@@ -268,6 +293,12 @@ def test_keys_that_have_no_meaning_beside_a_batch_file_are_refused(
 def test_an_empty_file_is_an_input_error(batchllm: Command, write_batch: WriteBatch) -> None:
     ended = batchllm("run", write_batch(["", ""]))
     assert ended.exit_code == 2 and "requests.jsonl: the file has no requests" in ended.err
+
+
+def test_a_file_without_end_is_an_input_error(batchllm: Command, write_batch: WriteBatch) -> None:
+    ended = batchllm("run", write_batch(["", ""]), "--set", "input.openai_batch=/dev/zero")
+    assert ended.exit_code == 2
+    assert "input.openai_batch: /dev/zero: cannot be read: its line 1 has more than 268,435,456 bytes" in ended.err
 
 
 def test_the_public_example_runs_unchanged(

@@ -67,6 +67,23 @@ def test_csv_and_parquet_hold_the_same_rows_as_json(finished_job: Path, run_cli:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.csv", "rows.parquet"]
 
 
+def test_rows_that_are_written_beside_the_parts_leave_the_next_run_as_it_is(
+    tmp_path: Path, write_job: Callable[..., Path], run_cli: Cli
+) -> None:
+    job = write_job(tmp_path, [{"text": "a"}], output={"path": "out"})
+    assert run_cli("run", job).returncode == 0
+    for name in ("out/rows.csv", "out/deeper/rows.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        table_format = "parquet" if name.endswith(".parquet") else "csv"
+        done = run_cli("query", "select 1 as n", job, "--format", table_format, "--output", tmp_path / name)
+        assert done.returncode == 0 and (tmp_path / name).is_file(), done.stderr
+    (part,) = (tmp_path / "out").glob("part-*.parquet")
+    before = part.read_bytes()
+    done = run_cli("query", "select 1 as n", job, "--format", "parquet", "--output", part)
+    assert done.returncode == 2 and "would stand among the files of runs" in done.stderr
+    assert part.read_bytes() == before and run_cli("run", job).returncode == 0
+
+
 def test_json_stays_json_where_a_number_is_none(finished_job: Path, run_cli: Cli) -> None:
     done = run_cli("query", "select 'nan'::double as a, ['-inf'::double] as b", finished_job, "--json")
     assert json.loads(done.stdout) == [{"a": None, "b": [None]}]

@@ -73,6 +73,10 @@ def test_a_run_of_which_no_row_was_completed_says_so_in_one_line(
     line = "not one of 2 rows was completed; `select error from errors` says why to a batchllm query"
     assert ended.exit_code == 1 and ended.err == f"batchllm: {line}\n"
     assert json.loads((tmp_path / "s.json").read_text())["error"] == line
+    sql = "select status, finished, error from runs order by run_id desc limit 1"
+    said = json.loads(batchllm("query", sql, job, "--date", DATE, "--json").out)
+    assert said == [{"status": "failed", "finished": True, "error": line}]
+    assert f"  error       {line}\n" in batchllm("report", job, "--date", DATE, "--text").out
     again = batchllm("backfill", job, "--from", DATE, "--to", DATE)
     assert again.exit_code == 1 and f"batchllm: {DATE}: {line}\n" in again.err
 

@@ -129,6 +129,12 @@ NAMED_BY_THE_JOB: dict[str, str] = {
     'prompt.template="{{ txt }}"': "names column 'txt', which the input lacks",
     "prompt={messages: none}": "prompt.messages: the input has no column 'none'",
     "sampling.temperature={column: heat}": "the input has no column 'heat'",
+    "sampling.logit_bias={7: 1, 258: 1}": (
+        "sampling.logit_bias: token 258 is beyond the model's vocabulary of 258; name ids from 0 to 257"
+    ),
+    "sampling.stop_token_ids=[257, 100000]": (
+        "sampling.stop_token_ids: token 100000 is beyond the model's vocabulary of 258; name ids from 0 to 257"
+    ),
     "output.choice={column: none}": "output.choice: the input has no column 'none'",
     "model=none": "model 'none': no such file or folder",
     "model=file": "file: not a .gguf file and not a folder",
@@ -161,6 +167,7 @@ def test_a_place_of_output_that_cannot_be_it_is_named(commands: Any, tmp_path: P
     assert not list(tmp_path.glob("**/part-*"))
 
 
+OUT = ("--set", "output.path=out")
 OWN: list[tuple[list[str], str]] = [
     (["run", "JOB", "--summary", ""], "'--summary': '' must not be empty"),
     (["run", "JOB", "--summary", "file/s.json"], "file/s.json: cannot be written"),
@@ -185,13 +192,35 @@ OWN: list[tuple[list[str], str]] = [
     (["query", "select 1", "JOB", "--output", "file/x"], "file/x: cannot be written"),
     (["query", "select 1", "JOB", "--format", "parquet"], "needs --output"),
     (["query", "select 1", "JOB", "--output", "job.yaml"], "--output job.yaml is the job file too"),
+    (
+        ["query", "select 1", "JOB", "--output", "out/a.parquet", *OUT],
+        "--output out/a.parquet would stand among the files of",
+    ),
+    (
+        ["query", "select 1", "JOB", "--output", "out/.runs/a/b.csv", *OUT],
+        "among the files of runs in output.path; name a file",
+    ),
+    (["report", "JOB", "--output", "x/../out/page.parquet", *OUT], "--output x/../out/page.parquet would stand among"),
+    (["run", "JOB", "--summary", "out/batch_errors.jsonl", *OUT], "--summary out/batch_errors.jsonl would stand among"),
+    (["run", "JOB", "--metrics", "out/.lock", *OUT], "--metrics out/.lock would stand among the files of runs"),
+    (
+        ["schedule", "JOB", "--at", "02:30", "--log", "out/log.parquet", "--", *OUT],
+        "--log out/log.parquet would stand among",
+    ),
     (["report", "JOB", "--output", "pipe"], "'pipe' is a device or a pipe"),
     (["schedule", "JOB", "--at", "02:30", "--log", "job.yaml"], "--log job.yaml is the job file too"),
     (["schedule", "JOB"], "Missing option '--at'"),
     (["schedule", "JOB", "--at", "25:00"], "--at 25:00"),
     (["schedule", "JOB", "--at", "02:30", "--log", ""], "'--log': '' must not be empty"),
     (["schedule", "JOB", "--at", "02:30", "--log", "file/log"], "file/log: no run could write its log"),
-    (["schedule", "JOB", "--at", "02:30", "--", "--nope"], "No such option '--nope'"),
+    (
+        ["schedule", "JOB", "--at", "02:30", "--", "--nope"],
+        "batchllm: behind --: No such option '--nope' (see batchllm run --help)",
+    ),
+    (
+        ["schedule", "JOB", "--at", "02:30", "--", "--limit", "x"],
+        "behind --: Invalid value for '--limit': 'x' is not a valid integer range (see batchllm run --help)",
+    ),
     (["schedule", "--remove", ""], "must not be empty"),
     (["backfill", "JOB", "--from", "2026-01-02", "--to", "2026-01-01"], "--to 2026-01-01 lies before"),
     (
@@ -207,6 +236,21 @@ OWN: list[tuple[list[str], str]] = [
     (["simulate", "JOB", "--rates", "none"], "--rates none: No such file"),
     (["simulate", "--trace", "none"], "none: cannot be read: No such file"),
     (["simulate", "--trace", "."], ".: cannot be read: Is a directory"),
+    (["simulate", "--trace", "/dev/zero"], "/dev/zero: cannot be read: its line 1 has more than 268,435,456 bytes"),
+    (["simulate", "JOB", "--rates", "/dev/zero"], "--rates /dev/zero: it has more than 268,435,456 bytes"),
+    (["run", "/dev/zero"], "/dev/zero: the job file cannot be read: it has more than 268,435,456 bytes"),
+    (
+        ["run", "JOB", "--set", "output.schema=/dev/zero"],
+        "output.schema: /dev/zero cannot be read: it has more than 268,435,456 bytes",
+    ),
+    (
+        ["run", "JOB", "--set", "output.regex=(a{1000}){1000}"],
+        "output.regex: cannot be kept to: lexer error: too many expressions constructed; repeat less in it",
+    ),
+    (
+        ["plan", "JOB", "--set", "output.schema={type: array, items: {type: integer}, minItems: 1000000}"],
+        "output.schema: cannot be kept to: its shortest text has more than 1000000 characters; make minItems",
+    ),
     (["cache", "ls"], "give a job file or --folder"),
     (["cache", "ls", "JOB"], "it has no engine.kv.disk"),
     (["cache", "ls", "--folder", "none"], "'none' does not exist"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -154,6 +155,36 @@ def test_a_csv_with_a_quote_that_is_not_closed_is_refused_with_file_and_line(
     assert f"line {line}" in said.lower().replace("line: ", "line ") and "quote" in said and "\n" not in said
 
 
+@pytest.mark.parametrize(
+    ("text", "column"),
+    [
+        ("text,n,text\nx,1,y\n", "text"),
+        ("text;n;text\nx;1;y\n", "text"),
+        ('"a, b",text,"a, b"\nx,1,y\n', "a, b"),
+        ("text, text\nx,y\n", "text"),
+        ("\n# a remark\ntext,n,n\nx,1,2\n", "n"),
+        ("n,n_1,n\nx,1,2\n", "n"),
+    ],
+)
+def test_a_csv_with_two_columns_of_one_name_is_refused_as_parquet_is(tmp_path: Path, text: str, column: str) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(InputError) as refused:
+        open_job(tmp_path, "path: a.csv")
+    assert str(refused.value) == f"input.path: {tmp_path}/a.csv: has two columns named {column!r}"
+
+
+def test_a_second_csv_with_two_columns_of_one_name_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,n,m\nx,1,2\n")
+    (tmp_path / "b.csv").write_text("text,n,n\nx,1,2\n")
+    with pytest.raises(InputError, match="b.csv: has two columns named 'n'"):
+        open_job(tmp_path, "path: '*.csv'")
+
+
+def test_a_csv_column_called_like_a_second_one_is_a_column(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,n,n_1\nx,1,2\n")
+    assert open_job(tmp_path, "path: a.csv", "input.keep=[n, n_1]").columns == ("text", "n", "n_1")
+
+
 def test_quotes_inside_cells_other_dialects_and_lines_in_quotes_are_read(tmp_path: Path) -> None:
     for text, expected in (
         ('text,n\nshe said "hi",1\n', ['she said "hi"']),
@@ -185,6 +216,85 @@ def test_json_lines_that_are_no_objects_are_one_line(tmp_path: Path, line: str) 
     with pytest.raises(InputError, match="input.path: ") as caught:
         open_job(tmp_path, "path: a.jsonl")
     assert "\n" not in str(caught.value)
+
+
+GOOD_LINE = '{"text": "x"}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('{"text": nope}\n' + GOOD_LINE, 1),
+        (GOOD_LINE + '{"text": nope}\n' + GOOD_LINE, 2),
+        (GOOD_LINE + "\n  \n" + '{"text": "cut', 4),
+        (GOOD_LINE * 2 + '{"text": "a", "text": "b"}\n' + GOOD_LINE, 3),
+        ("\n" + GOOD_LINE + '{"text": "a"} {"text": "b"}\n', 3),
+        (GOOD_LINE + '{"text": "a",}\n' + "[1, 2]\n" + GOOD_LINE, 3),
+        (GOOD_LINE * 2 + "\n7\n", 4),
+        (GOOD_LINE * 50_000 + "hello\n" + GOOD_LINE, 50_001),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson.gz"])
+def test_a_wrong_line_of_json_is_named_by_its_number_in_the_file(
+    tmp_path: Path, name: str, text: str, line: int
+) -> None:
+    with gzip.open(tmp_path / name, "wt") if name.endswith(".gz") else open(tmp_path / name, "w") as file:
+        file.write(text)
+    with pytest.raises(InputError, match="input.path: ") as refused:
+        open_job(tmp_path, f"path: {name}")
+    said = str(refused.value)
+    assert re.findall(r"line (\d+)", said) == [str(line)] and str(tmp_path / name) in said and "\n" not in said
+
+
+def test_the_file_of_several_that_has_the_wrong_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(GOOD_LINE * 3)
+    (tmp_path / "b.jsonl").write_text(GOOD_LINE + "\n[1]\n")
+    with pytest.raises(InputError, match="b.jsonl, line 3: is no JSON object"):
+        open_job(tmp_path, "path: '*.jsonl'")
+
+
+@pytest.mark.parametrize(
+    ("source", "names", "says"),
+    [
+        (
+            "in",
+            ("a.parquet", "b.csv"),
+            "in: the folder holds Parquet (a.parquet) and CSV (b.csv); name the files of one kind by a glob, such as {}/*.parquet",
+        ),
+        (
+            "in",
+            ("a.jsonl.gz", "b.pq"),
+            "in: the folder holds JSON lines (a.jsonl.gz) and Parquet (b.pq); name the files of one kind by a glob, such as {}/*.jsonl.gz",
+        ),
+        (
+            "in",
+            ("a.tsv", "b.csv"),
+            "in: the folder holds no Parquet file; its CSV files are named by a glob, such as {}/*.tsv",
+        ),
+        (
+            "in/*",
+            ("a.csv", "b.ndjson"),
+            "in/*: matches CSV (a.csv) and JSON lines (b.ndjson); name the files of one kind by a glob, such as {}/*.csv",
+        ),
+    ],
+)
+def test_tables_of_several_kinds_are_refused_and_none_goes_unread(
+    tmp_path: Path, source: str, names: tuple[str, ...], says: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    for name in names:
+        (tmp_path / "in" / name).write_text("text\nx\n")
+    with pytest.raises(InputError) as refused:
+        open_job(tmp_path, f"path: '{source}'")
+    assert str(refused.value) == f"input.path: {tmp_path}/{says.format(tmp_path / 'in')}"
+
+
+def test_what_is_no_table_may_lie_in_a_folder_of_parquet(tmp_path: Path) -> None:
+    write(tmp_path / "in/a.parquet", "a")
+    for name in ("README.md", "_SUCCESS", "_rows.csv", ".rows.jsonl", "meta.json"):
+        (tmp_path / "in" / name).write_text("text\nx\n")
+    (tmp_path / "in/rows.csv").mkdir()
+    assert texts(open_job(tmp_path, "path: in")) == ["a"]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,10 @@ CHATML = (
 )
 
 
+VOCAB_SIZE = 261
+"""Of `ByteTokenizer`: 256 bytes, two merges, three control tokens."""
+
+
 class ByteTokenizer:
     """A real BPE pipeline over bytes with one merge, three control tokens behind the engine's interface."""
 
@@ -95,7 +99,12 @@ def stage(
     staging = Staging.create(staging_folder, input=input, done=mask)
     errors = list(
         stage_prompts(
-            job, input=input, tokenizer=tokenizer or ByteTokenizer(), staging=staging, max_context=max_context
+            job,
+            input=input,
+            tokenizer=tokenizer or ByteTokenizer(),
+            staging=staging,
+            max_context=max_context,
+            vocab_size=VOCAB_SIZE,
         )
     )
     return staging, errors
@@ -483,6 +492,16 @@ def test_sampling_columns_are_stored_once_and_a_bad_value_names_row_and_column(t
     assert errors[0].message.startswith("row 1: column 'temp' as sampling.temperature: ")
     assert [staging.store.prompt(place).sampling.temperature for place in range(3)] == [0.5, 0.0, 0.5]
     assert len(staging.store.sampling) == 2
+    staging.close()
+
+
+def test_a_row_that_names_a_token_beyond_the_vocabulary_is_an_error_row(tmp_path: Path) -> None:
+    table = pa.table({"t": ["a", "b", "c", "d"], "ids": [[0, 260], [261], None, [7, 1 << 40]]})
+    job = make_job(tmp_path, table, '{raw: true, template: "{{ t }}"}', "sampling.stop_token_ids={column: ids}")
+    staging, errors = stage(job, tmp_path)
+    says = "row {}: column 'ids' as sampling.stop_token_ids: token {} is beyond the model's vocabulary of 261; name ids from 0 to 260"
+    assert [error.message for error in errors] == [says.format(1, 261), says.format(3, 1 << 40)]
+    assert [staging.store.prompt(place).sampling.stop_token_ids for place in range(2)] == [(0, 260), ()]
     staging.close()
 
 

@@ -77,7 +77,10 @@ def run(job: Job, *, stop_after: int | None = None, limit: int | None = None) ->
         schema = completion_schema(list(input.carried), with_token_ids=False, with_logprobs=False)
         tokenizer = WordTokenizer()
         with OutputWriter(output, schema=schema, kept=staging.kept, model=job.model) as writer:
-            for bad in stage_prompts(job, input=input, tokenizer=tokenizer, staging=staging, max_context=64):
+            errors = stage_prompts(
+                job, input=input, tokenizer=tokenizer, staging=staging, max_context=64, vocab_size=1 << 20
+            )
+            for bad in errors:
                 writer.add_error(bad.row_index, bad.message)
             places = np.random.default_rng(0).permutation(staging.store.num_prompts)[:stop_after]
             for place in places.tolist():
