@@ -7,7 +7,8 @@ workloads (`benchmarks/workloads.py`); `make bench-peers` does all.
 
 Each round starts batchllm and a peer as fresh processes that load first; then they take turns, workload by workload, the one first
 that was second before. Who is not measured is stopped (SIGSTOP). `--peers best` runs on each workload only the peer, with the settings,
-that the sweep found best (`benchmarks/peers/best.json`). A matrix product and a stream read are timed before and after each pair.
+that the sweep found best (`benchmarks/peers/best.json`); in float32 where the processor has no products of bf16. A matrix product and a
+stream read are timed before and after each pair.
 There is no ratio for a pair where they moved by more than 20 %, another process kept more than 0.3 cores busy, or a row has another
 number of tokens than was asked for; there is none for a workload with fewer than three pairs left (or `--rounds`, if that is fewer).
 The last line is one JSON object by workload.
@@ -62,7 +63,7 @@ class Places:
 def choose_engines(*, peers: str, workloads: Sequence[str], kind: str, best: dict[str, Any]) -> list[Engine]:
     """The peers to run: those named, on all workloads with their default settings, or the best of each workload.
 
-    `kind` is `bf16` or `int8`; `best` is what best.json holds. Raises KeyError for a workload without a best peer.
+    `kind` is `bf16`, `float32` or `int8`; `best` is what best.json holds. Raises KeyError for a workload without a best peer.
     """
     if peers != "best":
         return [
@@ -176,6 +177,15 @@ def processor_name(cpuinfo: str) -> str:
     return names[0] if names else "unknown"
 
 
+def peers_type(cpuinfo: str) -> str:
+    """The type that peers compute unquantised weights in: bf16 where the processor has products of it, from the text of /proc/cpuinfo.
+
+    Without them vLLM in bf16 takes several times what it takes in float32.
+    """
+    flags = {flag for line in cpuinfo.splitlines() if line.startswith("flags") for flag in line.split()}
+    return "bf16" if flags & {"amx_bf16", "avx512_bf16"} else "float32"
+
+
 def end_on_sigterm() -> None:
     """SIGTERM unwinds this program, so that no stopped child is left behind."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -201,7 +211,8 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=900.0, help="for a load or a workload")
     options = parser.parse_args()
     workloads = options.workloads.split(",")
-    kind = "int8" if options.int8 else "bf16"
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    kind = "int8" if options.int8 else peers_type(cpuinfo)
     best = json.loads((PEERS / "best.json").read_text())
     ours = Engine(_OURS, (*(["weights=int8"] if options.int8 else []), *options.set), tuple(workloads))
     peers = [
@@ -218,7 +229,7 @@ def main() -> None:
     table = markdown(summary)
     about = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": processor_name(Path("/proc/cpuinfo").read_text()),
+        "machine": processor_name(cpuinfo),
         "cores": len(os.sched_getaffinity(0)),
         "command": ["benchmarks/compare.py", *sys.argv[1:]],
         "kind": kind,

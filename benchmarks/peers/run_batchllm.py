@@ -1,14 +1,14 @@
 """batchllm as a measured engine: the whole of `batchllm run` on a workload, through the public Python API.
 
 A run is timed from the job to the closed Parquet parts: reading and checking the input, loading the tokenizer, tokenising the text,
-planning, all steps, detokenising, writing. Only loading the weights is taken out, as every engine's load is; `details` has both.
+planning, all steps, detokenising, writing. Only loading the weights is taken out, as every engine's load is; `details` has both. What comes
+behind the last completion is not a part of it: measuring the machine for the report, once a process, and the record of the run.
 See `protocol.py`.
 """
 
 from __future__ import annotations
 
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,9 +47,7 @@ def load(settings: Settings, model: Path) -> RunWorkload:
                 output={"path": str(Path(name) / "out"), "token_ids": True},
                 engine=engine,
             )
-            started_at = time.monotonic()
             result = run(job, rows, limit=limit)
-            elapsed_s = time.monotonic() - started_at
             table = result.to_table().sort_by("row_index")
         if table.column("error").null_count != table.num_rows:
             raise RuntimeError(f"rows failed: {table.column('error').drop_null()[0]}")
@@ -58,7 +56,7 @@ def load(settings: Settings, model: Path) -> RunWorkload:
         # Both count from the start of the job, the load included.
         first_token_s = pc.min(pc.add(table.column("queue_s"), table.column("ttft_s"))).as_py()
         return Outcome(
-            seconds=elapsed_s - load_s,
+            seconds=result.summary.wall_s - load_s,
             outputs=table.column("token_ids").to_pylist(),
             first_token_s=first_token_s - load_s,
             details={key: summary[key] for key in _KEPT},

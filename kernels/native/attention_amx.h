@@ -109,7 +109,6 @@ class TileEngine {
   static constexpr int kAskApart = 10, kAskFront = 18, kAskFrontValues = 30, kAskWeighing = 20;
   static constexpr int kNarrow = 4;
   static constexpr int kForkColumns = kPairColumns + kTileColumns;
-  // Registers of the direct products: 0 scores, 1 keys or values, 2 query columns, 3 weights, 4 to 7 sums.
   // Strides off the powers of two, so that the rows of a tile do not fall on the same cache sets.
   static constexpr int kScoreStride = kChunk + 16;
   static constexpr int kWeightStride = kChunk + 32;
@@ -148,168 +147,25 @@ class TileEngine {
   bf16* key_tile(int positions, int k) const { return keys_ + size_t(positions * depth_tiles_ + k) * 512; }
   bf16* value_tile(int positions, int w) const { return values_ + size_t(positions * width_tiles_ + w) * 512; }
 
-  // B operand of 16 positions' keys: [depth tiles, 16 pairs of the head, 16 positions, 2]; zeros behind the chunk.
-  void pack_keys(int start, int slot) const {
-    const int rows = chunk_->count - start;
-    for (int k = 0; k < depth_tiles_; ++k) {
-      __m512i r[16];
-      if (rows >= 16 && in_place_ && head_dim_ % 32 == 0) {
-        const bf16* from = chunk_->keys[start] + 32 * k;
-        for (int i = 0; i < 16; ++i, from += head_dim_) r[i] = _mm512_loadu_si512(from);
-      } else if (rows >= 16) {
-        for (int i = 0; i < 16; ++i) r[i] = load_row(chunk_->keys[start + i], 32 * k);
-      } else {
-        for (int i = 0; i < 16; ++i) r[i] = i < rows ? load_row(chunk_->keys[start + i], 32 * k) : _mm512_setzero_si512();
-      }
-      transpose(r);
-      for (int i = 0; i < 16; ++i) _mm512_store_si512(key_tile(slot, k) + 32 * i, r[i]);
-    }
-  }
-
-  // B operands of 32 positions' values: [width tiles, 16 pairs of positions, 16 of the head, 2]; zeros behind the chunk.
-  void pack_values(int start, int slot) const {
-    alignas(64) static const uint16_t order[64] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42,
-                                                   11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
-                                                   22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
-    const __m512i low = _mm512_load_si512(order), high = _mm512_load_si512(order + 32);
-    if (in_place_ && start + 32 <= chunk_->count && head_dim_ % 32 == 0) {  // rows that follow each other
-      const int row = head_dim_, tile = 512;
-      for (int half = 0; half < 2; ++half) {
-        const bf16* from = chunk_->value(start + 16 * half);
-        bf16* to = value_tile(slot, 0) + 256 * half;
-        for (int pair = 0; pair < 8; ++pair, from += 2 * row, to += 32)
-          for (int first = 0; first < row; first += 32) {
-            const __m512i even = _mm512_loadu_si512(from + first), odd = _mm512_loadu_si512(from + row + first);
-            _mm512_store_si512(to + first / 16 * tile, _mm512_permutex2var_epi16(even, low, odd));
-            _mm512_store_si512(to + (first / 16 + 1) * tile, _mm512_permutex2var_epi16(even, high, odd));
-          }
-      }
-      return;
-    }
-    for (int pair = 0; pair < 16; ++pair) {
-      const int first = start + 2 * pair;
-      for (int w = 0; w < width_tiles_; w += 2) {
-        const __m512i even = first < chunk_->count ? load_row(chunk_->value(first), 16 * w) : _mm512_setzero_si512();
-        const __m512i odd = first + 1 < chunk_->count ? load_row(chunk_->value(first + 1), 16 * w) : _mm512_setzero_si512();
-        _mm512_store_si512(value_tile(slot, w) + 32 * pair, _mm512_permutex2var_epi16(even, low, odd));
-        if (w + 1 < width_tiles_) _mm512_store_si512(value_tile(slot, w + 1) + 32 * pair, _mm512_permutex2var_epi16(even, high, odd));
-      }
-    }
-  }
-
-  // Scores of N tiles of 16 positions from position tile `first` on.
+  // attention_amx_packed.h
+  void pack_keys(int start, int slot) const;
+  void pack_values(int start, int slot) const;
   template <int N>
-  void score(int tile, int first) const {
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (N > 2) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
-    for (int k = 0; k < depth_tiles_; ++k) {
-      _tile_loadd(4, query_tile(tile, k), 64);
-      _tile_loadd(5, key_tile(first, k), 64);
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_loadd(6, key_tile(first + 1, k), 64);
-      _tile_dpbf16ps(1, 4, 6);
-      if constexpr (N > 2) {
-        _tile_loadd(7, key_tile(first + 2, k), 64);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_loadd(5, key_tile(first + 3, k), 64);
-        _tile_dpbf16ps(3, 4, 5);
-      }
-    }
-    _tile_stored(0, scores_ + 16 * first, kScoreStride * 4);
-    _tile_stored(1, scores_ + 16 * first + 16, kScoreStride * 4);
-    if constexpr (N > 2) {
-      _tile_stored(2, scores_ + 16 * first + 32, kScoreStride * 4);
-      _tile_stored(3, scores_ + 16 * first + 48, kScoreStride * 4);
-    }
-  }
-
-  // Scores of two tiles of columns over two tiles of positions.
-  void score_pair(int tile, int first) const {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int k = 0; k < depth_tiles_; ++k) {
-      _tile_loadd(4, query_tile(tile, k), 64);
-      _tile_loadd(6, key_tile(first, k), 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, key_tile(first + 1, k), 64);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, query_tile(tile + 1, k), 64);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    float* lower = scores_ + 16 * kScoreStride;
-    _tile_stored(0, scores_ + 16 * first, kScoreStride * 4);
-    _tile_stored(1, scores_ + 16 * first + 16, kScoreStride * 4);
-    _tile_stored(2, lower + 16 * first, kScoreStride * 4);
-    _tile_stored(3, lower + 16 * first + 16, kScoreStride * 4);
-  }
-
-  // 16 positions' keys as they lie; a copy with zeros behind the chunk where blocks do not hold them in a row, or where the chunk ends among
-  // them: the rest of its block would come from memory, unasked for.
-  const bf16* key_rows(int start) const {
-    if (in_place_ && start + 16 <= chunk_->count) return chunk_->keys[start];
-    for (int i = 0; i < 16; ++i)
-      for (int k = 0; k < depth_tiles_; ++k)
-        _mm512_store_si512(keys_ + i * head_dim_ + 32 * k,
-                           start + i < chunk_->count ? _mm512_loadu_si512(chunk_->keys[start + i] + 32 * k) : _mm512_setzero_si512());
-    amx::barrier();
-    return keys_;
-  }
-
-  void score_direct(int steps, int num_columns, Ahead<bf16>& ahead) const {
-    const int num_tiles = chunk_->count <= 32 * steps - 16 ? 2 * steps - 1 : 2 * steps;  // the last may lie behind the chunk
-    for (int p = 0; p < num_tiles; ++p) {
-      const bf16* rows = key_rows(16 * p);
-      _tile_zero(0);
-      for (int k = 0; k < depth_tiles_; ++k) {
-        _tile_loadd(2, query_tile(0, k), 4 * columns_);
-        _tile_loadd(1, rows + 32 * k, 2 * head_dim_);
-        _tile_dpbf16ps(0, 1, 2);
-        ahead.ask(1);
-      }
-      _tile_stored(0, turned_ + 16 * columns_ * p, 4 * columns_);
-      amx::barrier();
-      ahead.ask(2);
-    }
-    for (int p = 0; p < num_tiles; ++p) {
-      const float* from = turned_ + 16 * columns_ * p;
-      float* to = scores_ + 16 * p;
-      if (columns_ == kNarrow) {
-        turn_narrow(from, to);
-      } else {
-        turn_wide(from, to, num_columns);
-      }
-    }
-  }
-
-  // [16 positions, 4 columns] to rows of positions.
-  static void turn_narrow(const float* from, float* to) {
-    const __m512i first_two = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
-    const __m512i last_two = _mm512_setr_epi32(2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31);
-    __m512 r[4];
-    for (int i = 0; i < 4; ++i) r[i] = _mm512_loadu_ps(from + 16 * i);
-    const __m512 early = _mm512_permutex2var_ps(r[0], first_two, r[1]), late = _mm512_permutex2var_ps(r[2], first_two, r[3]);
-    _mm512_storeu_ps(to, _mm512_shuffle_f32x4(early, late, 0x44));
-    _mm512_storeu_ps(to + kScoreStride, _mm512_shuffle_f32x4(early, late, 0xee));
-    const __m512 early_last = _mm512_permutex2var_ps(r[0], last_two, r[1]), late_last = _mm512_permutex2var_ps(r[2], last_two, r[3]);
-    _mm512_storeu_ps(to + 2 * kScoreStride, _mm512_shuffle_f32x4(early_last, late_last, 0x44));
-    _mm512_storeu_ps(to + 3 * kScoreStride, _mm512_shuffle_f32x4(early_last, late_last, 0xee));
-  }
-
-  // [16 positions, 16 columns] to rows of positions.
-  static void turn_wide(const float* from, float* to, int num_columns) {
-    __m512i r[16];
-    for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(from + 16 * i);
-    transpose(r);
-    for (int c = 0; c < num_columns; ++c) _mm512_storeu_si512(to + c * kScoreStride, r[c]);
-  }
-
+  void score(int tile, int first) const;
+  void score_pair(int tile, int first) const;
+  void weigh_packed(int steps, int num_columns, float* a) const;
+  template <int N>
+  void weigh(int steps, int w, float* a, int column = 0) const;
+  void weigh_pair(int steps, int w, float* a) const;
+  // attention_amx_direct.h
+  const bf16* key_rows(int start) const;
+  void score_direct(int steps, int num_columns, Ahead<bf16>& ahead) const;
+  static void turn_narrow(const float* from, float* to);
+  static void turn_wide(const float* from, float* to, int num_columns);
+  template <bool kForked>
+  void pack_values_direct(int start, int first, bf16* to, Ahead<bf16>& ahead) const;
+  template <bool kForked>
+  void weigh_direct(int steps, int first, int num_columns, const bf16* weights, float* a, Ahead<bf16>& ahead) const;
   // attention_amx_forked.h
   void multiply_forked(int steps, const int32_t* visible, int num_columns, const Partials& result, Ahead<bf16>& ahead);
   void score_apart(int row, int group, int front, Ahead<bf16>& ahead);
@@ -371,168 +227,6 @@ class TileEngine {
     for (int n = 0; n < N; ++n) l[n] = _mm512_reduce_add_ps(sum[n]);
   }
 
-  // Sums over the packed values of `steps` steps.
-  void weigh_packed(int steps, int num_columns, float* a) const {
-    int w = 0;
-    amx::barrier();
-    if (num_columns > kTileColumns)
-      for (; w + 2 <= width_tiles_; w += 2) weigh_pair(steps, w, a);
-    for (; w + 4 <= width_tiles_; w += 4) weigh<4>(steps, w, a);
-    if (width_tiles_ - w == 3) weigh<3>(steps, w, a);
-    if (width_tiles_ - w == 2) weigh<2>(steps, w, a);
-    if (width_tiles_ - w == 1) weigh<1>(steps, w, a);
-    if (width_tiles_ - w == 1 && num_columns > kTileColumns) weigh<1>(steps, w, a, kTileColumns);
-    amx::barrier();
-  }
-
-  // N tiles of the head for the columns from `column` on.
-  template <int N>
-  void weigh(int steps, int w, float* a, int column = 0) const {
-    _tile_zero(0);
-    if constexpr (N > 1) _tile_zero(1);
-    if constexpr (N > 2) _tile_zero(2);
-    if constexpr (N > 3) _tile_zero(3);
-    for (int s = 0; s < steps; ++s) {
-      _tile_loadd(4, weights_ + column * kWeightStride + 32 * s, kWeightStride * 2);
-      _tile_loadd(5, value_tile(s, w), 64);
-      _tile_dpbf16ps(0, 4, 5);
-      if constexpr (N > 1) {
-        _tile_loadd(6, value_tile(s, w + 1), 64);
-        _tile_dpbf16ps(1, 4, 6);
-      }
-      if constexpr (N > 2) {
-        _tile_loadd(7, value_tile(s, w + 2), 64);
-        _tile_dpbf16ps(2, 4, 7);
-      }
-      if constexpr (N > 3) {
-        _tile_loadd(5, value_tile(s, w + 3), 64);
-        _tile_dpbf16ps(3, 4, 5);
-      }
-    }
-    const int stride = width_tiles_ * 16 * int(sizeof(float));
-    a += column * width_tiles_ * 16;
-    _tile_stored(0, a + 16 * w, stride);
-    if constexpr (N > 1) _tile_stored(1, a + 16 * (w + 1), stride);
-    if constexpr (N > 2) _tile_stored(2, a + 16 * (w + 2), stride);
-    if constexpr (N > 3) _tile_stored(3, a + 16 * (w + 3), stride);
-  }
-
-  // Two tiles of the head for two tiles of columns.
-  void weigh_pair(int steps, int w, float* a) const {
-    const bf16* lower = weights_ + 16 * kWeightStride;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int s = 0; s < steps; ++s) {
-      _tile_loadd(4, weights_ + 32 * s, kWeightStride * 2);
-      _tile_loadd(6, value_tile(s, w), 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, value_tile(s, w + 1), 64);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, lower + 32 * s, kWeightStride * 2);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    const int width = width_tiles_ * 16;
-    _tile_stored(0, a + 16 * w, width * 4);
-    _tile_stored(1, a + 16 * (w + 1), width * 4);
-    _tile_stored(2, a + 16 * width + 16 * w, width * 4);
-    _tile_stored(3, a + 16 * width + 16 * (w + 1), width * 4);
-  }
-
-  // B operands of 32 positions' values, up to 64 of the head from `first` on: tiles 2 w and 2 w + 1 hold the lower and the upper four of
-  // each eight of 32, which is how two rows interleave fastest.
-  template <bool kForked>
-  void pack_values_direct(int start, int first, bf16* to, Ahead<bf16>& ahead) const {
-    const int num_vectors = head_dim_ - first < 64 ? 1 : 2;
-    if (in_place_ && start + 32 <= chunk_->count) {  // rows that follow each other
-      for (int half = 0; half < 2; ++half) {
-        const bf16* from = chunk_->value(start + 16 * half) + first;
-        for (int pair = 8 * half; pair < 8 * half + 8; ++pair, from += 2 * head_dim_) {
-          for (int w = 0; w < num_vectors; ++w) {
-            const __m512i even = _mm512_loadu_si512(from + 32 * w), odd = _mm512_loadu_si512(from + head_dim_ + 32 * w);
-            _mm512_store_si512(to + 1024 * w + 32 * pair, _mm512_unpacklo_epi16(even, odd));
-            _mm512_store_si512(to + 1024 * w + 512 + 32 * pair, _mm512_unpackhi_epi16(even, odd));
-          }
-          ask<kForked>(ahead, 1);
-        }
-      }
-      return;
-    }
-    for (int pair = 0; pair < 16; ++pair) {
-      const int at = start + 2 * pair;
-      for (int w = 0; w < num_vectors; ++w) {
-        const __m512i even = at < chunk_->count ? _mm512_loadu_si512(chunk_->value(at) + first + 32 * w) : _mm512_setzero_si512();
-        const __m512i odd = at + 1 < chunk_->count ? _mm512_loadu_si512(chunk_->value(at + 1) + first + 32 * w) : _mm512_setzero_si512();
-        _mm512_store_si512(to + 1024 * w + 32 * pair, _mm512_unpacklo_epi16(even, odd));
-        _mm512_store_si512(to + 1024 * w + 512 + 32 * pair, _mm512_unpackhi_epi16(even, odd));
-      }
-      ask<kForked>(ahead, 1);
-    }
-  }
-
-  // Sums of up to 64 of the head from `first` on, from nothing or, of a forked unit, from what `a` holds.
-  template <bool kForked>
-  void weigh_direct(int steps, int first, int num_columns, const bf16* weights, float* a, Ahead<bf16>& ahead) const {
-    const int width = width_tiles_ * 16;
-    const bool both = head_dim_ - first >= 64;
-    if constexpr (kForked) {
-      const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-      const __m512i high = _mm512_setr_epi32(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-      for (int c = 0; c < num_columns; ++c)
-        for (int w = 0; w < (both ? 2 : 1); ++w) {
-          const float* from = a + c * width + first + 32 * w;
-          const __m512 front = _mm512_loadu_ps(from), back = _mm512_loadu_ps(from + 16);
-          _mm512_store_ps(sums_ + 512 * w + 16 * c, _mm512_permutex2var_ps(front, low, back));
-          _mm512_store_ps(sums_ + 512 * w + 256 + 16 * c, _mm512_permutex2var_ps(front, high, back));
-        }
-      amx::barrier();
-      _tile_loadd(4, sums_, 64);
-      _tile_loadd(5, sums_ + 256, 64);
-      _tile_loadd(6, sums_ + 512, 64);
-      _tile_loadd(7, sums_ + 768, 64);
-    } else {
-      _tile_zero(4);
-      _tile_zero(5);
-      _tile_zero(6);
-      _tile_zero(7);
-    }
-    pack_values_direct<kForked>(0, first, values_, ahead);
-    for (int s = 0; s < steps; ++s) {
-      const bf16* packed = values_ + s % 2 * 2048;
-      if (s + 1 < steps) pack_values_direct<kForked>(32 * (s + 1), first, values_ + (s + 1) % 2 * 2048, ahead);
-      amx::barrier();
-      ask<kForked>(ahead, 4);
-      _tile_loadd(3, weights + 32 * s, kWeightStride * 2);
-      _tile_loadd(1, packed, 64);
-      _tile_dpbf16ps(4, 3, 1);
-      _tile_loadd(1, packed + 512, 64);
-      _tile_dpbf16ps(5, 3, 1);
-      if (both) {
-        _tile_loadd(1, packed + 1024, 64);
-        _tile_dpbf16ps(6, 3, 1);
-        _tile_loadd(1, packed + 1536, 64);
-        _tile_dpbf16ps(7, 3, 1);
-      }
-      amx::barrier();
-    }
-    _tile_stored(4, sums_, 64);
-    _tile_stored(5, sums_ + 256, 64);
-    _tile_stored(6, sums_ + 512, 64);
-    _tile_stored(7, sums_ + 768, 64);
-    amx::barrier();
-    const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-    for (int c = 0; c < num_columns; ++c)
-      for (int w = 0; w < (both ? 2 : 1); ++w) {
-        const __m512 low = _mm512_load_ps(sums_ + 512 * w + 16 * c), high = _mm512_load_ps(sums_ + 512 * w + 256 + 16 * c);
-        float* to = a + c * width + first + 32 * w;
-        _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, front, high));
-        _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(low, back, high));
-      }
-  }
-
   amx::Tiles tiles_;
   int head_dim_, depth_tiles_, width_tiles_;
   bool in_place_;  // whether 16 positions from a multiple of 16 on lie in one block
@@ -554,4 +248,6 @@ class TileEngine {
 }  // namespace BATCHLLM_PATH
 }  // namespace batchllm
 
+#include "attention_amx_packed.h"
+#include "attention_amx_direct.h"
 #include "attention_amx_forked.h"

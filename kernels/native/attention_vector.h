@@ -53,10 +53,13 @@ class VectorEngine {
     query_ = scores_ + kPairColumns * kScoreStride;
   }
 
-  static bool forks(const AttentionCall&) { return false; }
+  static bool forks(const AttentionCall&) { return true; }
 
   // A unit of few columns is done soon after its keys are packed: most of what comes next is asked for meanwhile.
-  void start_unit(const AttentionUnit& unit) { pack_asks_ = unit.num_columns <= kTileColumns ? 12 : 2; }
+  void start_unit(const AttentionUnit& unit) {
+    forked_ = unit.front > 0;
+    pack_asks_ = unit.num_columns <= kTileColumns ? 12 : 2;
+  }
 
   void pack_query(int tile, const T* const* pointers, int num_columns) {
     for (int c = 0; c < num_columns; ++c) {
@@ -65,42 +68,30 @@ class VectorEngine {
     }
   }
 
-  void pack_chunk(const UnitChunk<T>& unit_chunk, Ahead<T>& ahead) {
-    const Chunk<T>& chunk = unit_chunk.together;
-    for (int start = 0; start < chunk.count; start += 16) {
-      const int count = chunk.count - start < 16 ? chunk.count - start : 16;
-      pack_keys(chunk.keys + start, count, keys_ + size_t(start / kBlock) * kBlock * head_dim_ + start % kBlock);
-      for (int i = start; i < start + 16; ++i) {
-        float* to = values_ + size_t(i) * width_;
-        for (int d = 0; d < width_; d += 16) store(to + d, i < chunk.count ? load_some(chunk.value(i) + d, head_dim_ - d) : broadcast(0.0f));
+  void pack_chunk(const UnitChunk<T>& chunk, Ahead<T>& ahead) {
+    unit_chunk_ = &chunk;
+    const int count = chunk.together.count;
+    if (forked_) {
+      int blocks = 0;
+      for (int row = 0; row < chunk.num_apart; ++row) blocks += 2 * (chunk.apart[row].count + kBlock - 1) / kBlock;
+      ahead.spread(round_up(count, 16) / 16 + blocks);
+    }
+    for (int start = 0; start < count; start += 16) {
+      pack_positions(chunk.together, start, start);
+      if (forked_) {
+        ahead.ask_shares(1);
+      } else {
+        ahead.ask(pack_asks_);
       }
-      ahead.ask(pack_asks_);
     }
   }
 
   void multiply(int tile, const int32_t* visible, int num_columns, const Partials& result, Ahead<T>& ahead) {
-    int seen = 0;
-    for (int c = 0; c < num_columns; ++c) seen = visible[c] > seen ? visible[c] : seen;
-    const int padded = round_up(seen, 16);
-    const float* query = query_ + size_t(tile) * kTileColumns * head_dim_;
-    // Block by block of positions for all columns: a block stays in the first cache level meanwhile.
-    for (int start = 0; start < padded; start += kBlock) {
-      const float* keys = keys_ + size_t(start) * head_dim_;
-      const int vectors = (padded - start < kBlock ? padded - start : kBlock) / 16;
-      in_shares(num_columns, [&](auto share, int c) __attribute__((always_inline)) {
-        score<decltype(share)::kCount>(query + c * head_dim_, keys, scores_ + c * kScoreStride + start, vectors);
-      });
-      ahead.ask(8);
-    }
+    if (forked_) return multiply_forked(visible, num_columns, result, ahead);
+    const int padded = padded_positions(visible, num_columns);
+    score_columns(query_ + size_t(tile) * kTileColumns * head_dim_, num_columns, 0, padded, scores_, [&] { ahead.ask(8); });
     for (int c = 0; c < num_columns; ++c) softmax_row<T>(scores_ + c * kScoreStride, visible[c], padded, scale_, result.m + c, result.l + c);
-    for (int start = 0; start < padded; start += kBlock) {
-      const float* values = values_ + size_t(start) * width_;
-      const int count = padded - start < kBlock ? padded - start : kBlock;
-      in_shares(num_columns, [&](auto share, int c) __attribute__((always_inline)) {
-        weigh<decltype(share)::kCount>(scores_ + c * kScoreStride + start, values, count, start > 0, result.a + c * width_);
-      });
-      ahead.ask(8);
-    }
+    weigh_columns(scores_, num_columns, 0, padded, result.a, [&] { ahead.ask(8); });
   }
 
  private:
@@ -132,6 +123,82 @@ class VectorEngine {
     }
     take(Share<C>(), first);
     return C;
+  }
+
+  static int padded_positions(const int32_t* visible, int num_columns) {
+    int seen = 0;
+    for (int c = 0; c < num_columns; ++c) seen = visible[c] > seen ? visible[c] : seen;
+    return round_up(seen, 16);
+  }
+
+  // A unit with a front: what its rows share is multiplied for all columns at once, what each goes on to read for its own. Each column's scores
+  // lie in a row as ever, and its sums run on from the front's, so they are those of the row alone. Keys and values that a row reads alone
+  // lie behind the front's until the next row's turn, so values are packed once its weights are there.
+  void multiply_forked(const int32_t* visible, int num_columns, const Partials& result, Ahead<T>& ahead) {
+    const int num_rows = unit_chunk_->num_apart, group = num_columns / num_rows, front = unit_chunk_->together.count;
+    score_columns(query_, num_columns, 0, front, scores_, [] {});
+    for (int row = 0, c = 0; row < num_rows; ++row, c += group) {
+      const Chunk<T>& apart = unit_chunk_->apart[row];
+      for (int start = 0; start < apart.count; start += 16) pack_keys(apart, start, front + start);
+      const int padded = front + round_up(apart.count, 16);
+      score_columns(query_ + c * head_dim_, group, front, padded, scores_ + c * kScoreStride, [&] { ahead.ask_shares(1); });
+      for (int i = c; i < c + group; ++i) softmax_row<T>(scores_ + i * kScoreStride, visible[i], padded, scale_, result.m + i, result.l + i);
+    }
+    weigh_columns(scores_, num_columns, 0, front, result.a, [] {});
+    for (int row = 0, c = 0; row < num_rows; ++row, c += group) {
+      const Chunk<T>& apart = unit_chunk_->apart[row];
+      for (int start = 0; start < apart.count; start += 16) pack_values(apart, start, front + start);
+      const int padded = front + round_up(apart.count, 16);
+      weigh_columns(scores_ + c * kScoreStride, group, front, padded, result.a + c * width_, [&] { ahead.ask_shares(1); });
+    }
+  }
+
+  // Scores of positions [start, stop), as they lie, for columns at `query` and `scores`. Block by block of positions for all columns: a block
+  // stays in the first cache level meanwhile. `then` is called behind each.
+  template <class Then>
+  BATCHLLM_INLINE void score_columns(const float* query, int num_columns, int start, int stop, float* scores, const Then& then) const {
+    for (int first = start, next; first < stop; first = next) {
+      next = block_stop(first, stop);
+      const float* keys = key_block(first);
+      in_shares(num_columns, [&](auto share, int c) __attribute__((always_inline)) {
+        score<decltype(share)::kCount>(query + c * head_dim_, keys, scores + c * kScoreStride + first, (next - first) / 16);
+      });
+      then();
+    }
+  }
+
+  // Sums of values of positions [start, stop), from nothing at position 0 and otherwise from what `a` holds.
+  template <class Then>
+  BATCHLLM_INLINE void weigh_columns(const float* weights, int num_columns, int start, int stop, float* a, const Then& then) const {
+    for (int first = start, next; first < stop; first = next) {
+      next = block_stop(first, stop);
+      const float* values = values_ + size_t(first) * width_;
+      in_shares(num_columns, [&](auto share, int c) __attribute__((always_inline)) {
+        weigh<decltype(share)::kCount>(weights + c * kScoreStride + first, values, next - first, first > 0, a + c * width_);
+      });
+      then();
+    }
+  }
+
+  static int block_stop(int first, int stop) {
+    const int next = (first / kBlock + 1) * kBlock;
+    return next < stop ? next : stop;
+  }
+  float* key_block(int position) const { return keys_ + size_t(position / kBlock) * kBlock * head_dim_ + position % kBlock; }
+
+  // 16 positions of `chunk` from `start` on, zeros behind its last, become positions from `to` on.
+  void pack_positions(const Chunk<T>& chunk, int start, int to) const {
+    pack_keys(chunk, start, to);
+    pack_values(chunk, start, to);
+  }
+  void pack_keys(const Chunk<T>& chunk, int start, int to) const {
+    pack_keys(chunk.keys + start, chunk.count - start < 16 ? chunk.count - start : 16, key_block(to));
+  }
+  void pack_values(const Chunk<T>& chunk, int start, int to) const {
+    for (int i = start; i < start + 16; ++i) {
+      float* values = values_ + size_t(to + i - start) * width_;
+      for (int d = 0; d < width_; d += 16) store(values + d, i < chunk.count ? load_some(chunk.value(i) + d, head_dim_ - d) : broadcast(0.0f));
+    }
   }
 
   // `count` of 16 positions, zeros behind them, to `to` [head_dim, kBlock].
@@ -223,6 +290,8 @@ class VectorEngine {
   }
 
   int head_dim_, width_, pack_asks_ = 0;
+  bool forked_ = false;
+  const UnitChunk<T>* unit_chunk_ = nullptr;
   float scale_;
   float* keys_;    // [kChunk / kBlock, head_dim, kBlock]: transposed block by block
   float* values_;  // [kChunk, width]

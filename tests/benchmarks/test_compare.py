@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from child_process import Child, ChildFailed, OthersWatch, busy_s, sessions_cpu_s
-from compare import PEERS, Engine, choose_engines, processor_name
+from compare import PEERS, Engine, choose_engines, peers_type, processor_name
 from protocol import parse_settings
 
 SPINNING = "import sys\nprint('{\"ready\": true}', flush=True)\nwhile True: pass\n"
@@ -76,7 +76,7 @@ def test_best_peers_run_together_only_where_their_settings_are_the_same() -> Non
 
 def test_the_kept_best_settings_cover_every_workload_and_name_runners_that_exist() -> None:
     best = json.loads((PEERS / "best.json").read_text())
-    for kind in ("bf16", "int8"):
+    for kind in ("bf16", "float32", "int8"):
         assert list(best[kind]) == [f"W{number}" for number in range(1, 8)]
         names = {entry["peer"] for entry in best[kind].values()} | set(best["defaults"][kind])
         for name in names:
@@ -101,3 +101,9 @@ def test_the_machine_is_named_by_its_processor() -> None:
         == "Some CPU @ 2.6GHz"
     )
     assert processor_name("") == "unknown"
+
+
+def test_peers_compute_in_float32_where_the_processor_has_no_products_of_bf16() -> None:
+    assert peers_type("flags\t\t: fpu avx512f amx_bf16 amx_tile\n") == "bf16"
+    assert peers_type("flags\t\t: fpu avx512f avx512_bf16\n") == "bf16"
+    assert peers_type("flags\t\t: fpu avx512f avx512_vnni\nbugs\t\t: amx_bf16\n") == "float32"
