@@ -10,6 +10,7 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
+from batchllm.data.duckdb_files import files_table
 from batchllm.data.earlier import STAGES_COLUMN, StageCompletions, stages_type, with_stages_column
 from batchllm.data.input_files import find_files, table_kind
 from batchllm.data.openai_input import CARRIED_COLUMNS, ID_COLUMN, spool_requests
@@ -165,8 +166,7 @@ def _spool_fingerprint(table: ParquetFiles) -> dict[str, object]:
     connection = duckdb.connect()
     try:
         digest = connection.execute(
-            "SELECT bit_xor(hash(rows, file_row_number)) FROM read_parquet(?, file_row_number = true) AS rows",
-            [str(table.files[0])],
+            f"SELECT bit_xor(hash(rows, file_row_number)) FROM {files_table('read_parquet', table.files, options='file_row_number = true')} AS rows"
         ).fetchone()
     finally:
         connection.close()
