@@ -20,6 +20,7 @@ from batchllm.data.sections import InputSection, JobSections
 from batchllm.data.spool import spool_query, spool_text_files
 from batchllm.data.templates import template_columns
 from batchllm.errors import InputError
+from batchllm.models.fingerprint import file_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +175,15 @@ def _spool_fingerprint(table: ParquetFiles) -> dict[str, object]:
 
 
 def _files_fingerprint(table: ParquetFiles) -> dict[str, object]:
+    """The bytes of the files: a footer, whose statistics are of the least and the greatest values, may be the same for other rows."""
     names = [path.name for path in table.files]
-    content = hashlib.sha256("\n".join([*names, *table.footers]).encode()).hexdigest()
+    digests = []
+    for path in table.files:
+        try:
+            digests.append(file_digest(path).hex())
+        except OSError as error:
+            raise InputError(f"input.path: {path}: cannot be read: {error.strerror}") from None
+    content = hashlib.sha256("\n".join([*names, *digests]).encode()).hexdigest()
     return {"rows": table.num_rows, "files": len(names), "content": content}
 
 

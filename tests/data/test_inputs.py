@@ -145,6 +145,21 @@ def write_table(path: Path, **cells: str) -> None:
         path.write_text(json.dumps(cells) + "\n")
 
 
+def test_a_value_that_no_statistic_of_the_footer_shows_counts_on_resume(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    prints = []
+    for middle in ("mmm", "nnn"):
+        table = pa.table({"text": ["aaa", middle, "zzz"]})
+        pq.write_table(table, path, compression="none", use_dictionary=False)
+        prints.append(
+            (
+                path.read_bytes()[-int.from_bytes(path.read_bytes()[-8:-4], "little") :],
+                open_job(tmp_path, "path: a.parquet").fingerprint,
+            )
+        )
+    assert prints[0][0] == prints[1][0] and prints[0][1] != prints[1][1]
+
+
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 def test_rows_are_those_of_the_named_file_and_nothing_comes_from_its_path(tmp_path: Path, kind: str) -> None:
     # The right name, and one that it would match as a pattern.
