@@ -14,7 +14,7 @@ from batchllm.data.duckdb_files import files_table
 from batchllm.data.earlier import STAGES_COLUMN, StageCompletions, stages_type, with_stages_column
 from batchllm.data.input_files import find_files, table_kind
 from batchllm.data.openai_input import CARRIED_COLUMNS, ID_COLUMN, spool_requests
-from batchllm.data.parquet_files import ParquetFiles, check_columns, open_files, read_batches
+from batchllm.data.parquet_files import ParquetFiles, check_columns, footer_digest, open_files, read_batches
 from batchllm.data.schema import carried_fields, carried_type
 from batchllm.data.sections import InputSection, JobSections
 from batchllm.data.spool import spool_query, spool_text_files
@@ -175,12 +175,14 @@ def _spool_fingerprint(table: ParquetFiles) -> dict[str, object]:
 
 
 def _files_fingerprint(table: ParquetFiles) -> dict[str, object]:
-    """The bytes of the files: a footer, whose statistics are of the least and the greatest values, may be the same for other rows."""
+    """The bytes of the files: a footer, whose statistics are of the least and the greatest values, may be the same for other rows.
+    Of a file so large that its bytes are sampled it shows more than they do.
+    """
     names = [path.name for path in table.files]
     digests = []
     for path in table.files:
         try:
-            digests.append(file_digest(path).hex())
+            digests += [file_digest(path).hex(), footer_digest(path)]
         except OSError as error:
             raise InputError(f"input.path: {path}: cannot be read: {error.strerror}") from None
     content = hashlib.sha256("\n".join([*names, *digests]).encode()).hexdigest()

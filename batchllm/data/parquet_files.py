@@ -5,6 +5,8 @@ Metadata of single column chunks is never asked for: for some encrypted files th
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,6 +63,16 @@ def _kinds(path: Path) -> str:
     if path.suffix.lower() in (".parquet", ".pq"):
         return ""
     return "; names that end in .csv, .tsv, .jsonl and .ndjson (also with .gz or .zst) are read as such, all others as Parquet"
+
+
+def footer_digest(path: Path) -> str:
+    """Of the footer: sizes, offsets and statistics of all data. Raises OSError."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 8))
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(max(0, size - 8 - length))
+        return hashlib.sha256(file.read(length)).hexdigest()
 
 
 def check_columns(table: ParquetFiles, columns: Sequence[str], *, name: str) -> None:
