@@ -86,6 +86,9 @@ def _parse(text: str, *, name: str) -> tuple[Any, yaml.Node | None]:
         line = f":{mark.line + 1}" if mark is not None and is_file else ""
         problem = str(error.problem or error.context)
         raise JobError(f"{name}{line}: {_PROBLEMS.get(problem, f'not valid YAML: {problem}')}") from None
+    except (KeyError, IndexError, AttributeError):
+        # What PyYAML raises of a text that is none of the type that an explicit tag names.
+        raise JobError(f"{name}: not valid YAML: a tag such as !!int stands before text of another type") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise JobError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
     finally:

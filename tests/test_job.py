@@ -154,6 +154,15 @@ def test_a_file_that_is_no_job_is_one_line(tmp_path: Path, text: str) -> None:
     assert "job.yaml" in error_of(tmp_path, text)
 
 
+@pytest.mark.parametrize("value", ["!!bool maybe", '!!int ""', '!!float ""', "!!timestamp foo"])
+def test_a_tag_before_text_of_another_type_is_one_line(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"name: {value}\n")
+    with pytest.raises(JobError, match="job.yaml: not valid YAML: a tag such as !!int stands before") as refused:
+        load_job(path)
+    assert "\n" not in str(refused.value)
+
+
 def test_missing_file_folder_and_bytes_that_are_no_text_are_job_errors(tmp_path: Path) -> None:
     (tmp_path / "bytes.yaml").write_bytes(b"name: \xff\xfe")
     for name, text in (("none.yaml", "no such job file"), ("", "cannot be read"), ("bytes.yaml", "not UTF-8")):

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from batchllm.cli.saying import say
-from batchllm.errors import BatchLLMError
+from batchllm.cli.failures import known_failure
+from batchllm.cli.saying import drop_output, say
+from batchllm.errors import StoppedError
 
 if TYPE_CHECKING:  # a log is there before the imports that take time
     from batchllm.run_progress import Progress
@@ -43,10 +44,13 @@ class JsonLog:
         if error is None or isinstance(error, click.exceptions.Exit):
             return
         code, fields = 1, {}
-        if isinstance(error, KeyboardInterrupt):
-            code, text = 130, "interrupted"
-        elif isinstance(error, BatchLLMError):
-            code, text = error.exit_code, str(error)
+        failure = known_failure(error)
+        if isinstance(error, (KeyboardInterrupt, click.exceptions.Abort)):
+            code, text = StoppedError.exit_code, "interrupted"
+        elif failure is not None:
+            text, code = failure
+            if isinstance(error, OSError):
+                drop_output()
         else:
             text, fields = f"{type(error).__name__}: {error}", {"traceback": "".join(traceback.format_exception(error))}
         self.error(text, exit_code=code, **fields)

@@ -14,6 +14,7 @@ from batchllm import __version__
 from batchllm.cli.backfill import backfill
 from batchllm.cli.cache import cache
 from batchllm.cli.doctor import doctor
+from batchllm.cli.failures import known_failure
 from batchllm.cli.models import models
 from batchllm.cli.plan import plan
 from batchllm.cli.query import query
@@ -65,20 +66,13 @@ def _run() -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         code = error.exit_code
-    except click.ClickException as error:
-        code = _refuse(_usage_line(error), exit_code=error.exit_code)
-    except BatchLLMError as error:
-        code = _refuse(str(error), exit_code=error.exit_code)
-    except (MemoryError, RuntimeError) as error:
-        # torch has no error of its own for memory on the processor.
-        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+    except (click.ClickException, BatchLLMError, MemoryError, RuntimeError, OSError) as error:
+        failure = known_failure(error)
+        if failure is None:
             raise
-        code = _refuse("this machine's memory does not suffice", exit_code=BatchLLMError.exit_code)
-    except OSError as error:
-        # Help, or a file of the system that no command expects to fail.
-        drop_output()
-        place = "a file or standard output" if error.filename is None else error.filename
-        code = _refuse(f"{place}: {error.strerror or error}", exit_code=BatchLLMError.exit_code)
+        if isinstance(error, OSError):
+            drop_output()
+        code = _refuse(failure.line, exit_code=failure.exit_code)
     return code if isinstance(code, int) else 0
 
 
@@ -88,12 +82,3 @@ def _refuse(line: str, *, exit_code: int) -> int:
     else:
         say(f"batchllm: {one_line(line)}")
     return exit_code
-
-
-def _usage_line(error: click.ClickException) -> str:
-    """Click's message, and where more is to be read."""
-    context = getattr(error, "ctx", None)
-    if context is None:
-        context = click.get_current_context(silent=True)
-    command = "batchllm" if context is None else context.command_path
-    return f"{error.format_message().rstrip('.')} (see {command} --help)"

@@ -34,7 +34,7 @@ def as_json_rows(table: pa.Table) -> str:
 
 
 def _finite(value: object) -> object:
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):  # a map is a list of tuples
         return [_finite(item) for item in value]
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}

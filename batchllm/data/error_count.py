@@ -25,7 +25,8 @@ class ErrorCount:
     @property
     def is_too_high(self) -> bool:
         """Whether the rate is exceeded even if every other row completes."""
-        return self._num_before + len(self._failed) > self._rate * self._num_rows
+        # The quotient of whole numbers is rounded as the rate was read: 29 of 100 is 0.29, but 0.29 * 100 is less than 29.
+        return (self._num_before + len(self._failed)) / self._num_rows > self._rate
 
     @property
     def reason(self) -> str | None:

@@ -10,15 +10,17 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
+from batchllm.data.duckdb_files import files_table
 from batchllm.data.earlier import STAGES_COLUMN, StageCompletions, stages_type, with_stages_column
 from batchllm.data.input_files import find_files, table_kind
 from batchllm.data.openai_input import CARRIED_COLUMNS, ID_COLUMN, spool_requests
-from batchllm.data.parquet_files import ParquetFiles, check_columns, open_files, read_batches
+from batchllm.data.parquet_files import ParquetFiles, check_columns, footer_digest, open_files, read_batches
 from batchllm.data.schema import carried_fields, carried_type
 from batchllm.data.sections import InputSection, JobSections
 from batchllm.data.spool import spool_query, spool_text_files
 from batchllm.data.templates import template_columns
 from batchllm.errors import InputError
+from batchllm.models.fingerprint import file_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +167,7 @@ def _spool_fingerprint(table: ParquetFiles) -> dict[str, object]:
     connection = duckdb.connect()
     try:
         digest = connection.execute(
-            "SELECT bit_xor(hash(rows, file_row_number)) FROM read_parquet(?, file_row_number = true) AS rows",
-            [str(table.files[0])],
+            f"SELECT bit_xor(hash(rows, file_row_number)) FROM {files_table('read_parquet', table.files, options='file_row_number = true')} AS rows"
         ).fetchone()
     finally:
         connection.close()
@@ -174,8 +175,17 @@ def _spool_fingerprint(table: ParquetFiles) -> dict[str, object]:
 
 
 def _files_fingerprint(table: ParquetFiles) -> dict[str, object]:
+    """The bytes of the files: a footer, whose statistics are of the least and the greatest values, may be the same for other rows.
+    Of a file so large that its bytes are sampled it shows more than they do.
+    """
     names = [path.name for path in table.files]
-    content = hashlib.sha256("\n".join([*names, *table.footers]).encode()).hexdigest()
+    digests = []
+    for path in table.files:
+        try:
+            digests += [file_digest(path).hex(), footer_digest(path)]
+        except OSError as error:
+            raise InputError(f"input.path: {path}: cannot be read: {error.strerror}") from None
+    content = hashlib.sha256("\n".join([*names, *digests]).encode()).hexdigest()
     return {"rows": table.num_rows, "files": len(names), "content": content}
 
 

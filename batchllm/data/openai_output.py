@@ -20,9 +20,10 @@ import duckdb
 
 from batchllm.data.openai_bodies import CHAT_URL
 from batchllm.data.parts import visible_parts
-from batchllm.data.places import BATCH_ERRORS_NAME, BATCH_OUTPUT_NAME
+from batchllm.data.places import BATCH_ERRORS_NAME, BATCH_OUTPUT_NAME, BATCH_RECORD_NAME
 from batchllm.data.replaced_file import replace_file
 from batchllm.data.results import view_statements
+from batchllm.data.run_files import read_json
 from batchllm.errors import OutputError
 
 _MEMORY = "1GB"
@@ -57,13 +58,14 @@ class _TokenTexts:
 
 
 def write_batch_files(folder: Path, *, staging: Path, tokens: Callable[[], AnswerTokens]) -> None:
-    """Replaces both files, unless they are newer than every part. `tokens` is asked once, if a request wants them.
+    """Replaces both files, unless they are those that were made of the parts that are there now. `tokens` is asked once, if a request wants them.
 
     Memory does not grow with the number of requests. Raises OutputError.
     """
     targets = (folder / BATCH_OUTPUT_NAME, folder / BATCH_ERRORS_NAME)
     parts = visible_parts(folder)
-    if all(_is_newer(target, parts) for target in targets):
+    record = folder / BATCH_RECORD_NAME
+    if read_json(record) == _stamps([*parts, *targets]):
         return
     connection = duckdb.connect()
     try:
@@ -74,23 +76,30 @@ def write_batch_files(folder: Path, *, staging: Path, tokens: Callable[[], Answe
         if not parts:
             for target in targets:
                 replace_file(target, [])
-            return
-        lines = _Lines(tokens)
-        failed = "row_index IN (SELECT row_index FROM errors)"
-        replace_file(targets[0], map(lines.answer, _requests(connection, f"NOT {failed}")))
-        replace_file(targets[1], map(lines.error, _requests(connection, failed)))
+        else:
+            lines = _Lines(tokens)
+            failed = "row_index IN (SELECT row_index FROM errors)"
+            replace_file(targets[0], map(lines.answer, _requests(connection, f"NOT {failed}")))
+            replace_file(targets[1], map(lines.error, _requests(connection, failed)))
+        replace_file(record, [json.dumps(_stamps([*parts, *targets])).encode()])
     except duckdb.Error as error:
         raise OutputError(f"{folder}: the batch files cannot be made: {str(error).splitlines()[0]}") from None
     finally:
         connection.close()
 
 
-def _is_newer(target: Path, parts: list[Path]) -> bool:
-    try:
-        written = os.stat(target).st_mtime_ns
-        return all(os.stat(part).st_mtime_ns < written for part in parts)
-    except FileNotFoundError:
-        return False
+def _stamps(files: list[Path]) -> dict[str, list[int] | None]:
+    """Size and moment of writing by name, None for a file that is not there. Compared for being the same, never for which came first:
+    clocks are set back.
+    """
+    stamps: dict[str, list[int] | None] = {}
+    for file in files:
+        try:
+            status = os.stat(file)
+            stamps[file.name] = [status.st_size, status.st_mtime_ns]
+        except FileNotFoundError:
+            stamps[file.name] = None
+    return stamps
 
 
 def _requests(connection: duckdb.DuckDBPyConnection, condition: str) -> Iterator[list[dict[str, Any]]]:

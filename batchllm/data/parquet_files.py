@@ -24,12 +24,11 @@ _READ_BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ParquetFiles:
-    """Files in the order of their rows, and of each: its number of rows, its schema, the digest of its footer."""
+    """Files in the order of their rows, and of each: its number of rows and its schema."""
 
     files: tuple[Path, ...]
     file_rows: tuple[int, ...]
     schemas: tuple[pa.Schema, ...]
-    footers: tuple[str, ...]
 
     @property
     def schema(self) -> pa.Schema:
@@ -45,12 +44,10 @@ def open_files(files: Sequence[Path], *, name: str, is_spool: bool = False) -> P
     """Reads the footers. `name` stands for the input in errors. Raises InputError naming the file, unless it `is_spool`, made here."""
     schemas: list[pa.Schema] = []
     file_rows: list[int] = []
-    footers: list[str] = []
     for path in files:
         try:
             with pq.ParquetFile(path) as file:
                 file_schema, num_rows = file.schema_arrow, file.metadata.num_rows
-            footers.append(_footer_digest(path))
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{name}: {path}: cannot be read as Parquet: {first_line(error)}{_kinds(path)}") from None
         schemas.append(file_schema)
@@ -58,7 +55,7 @@ def open_files(files: Sequence[Path], *, name: str, is_spool: bool = False) -> P
         twice = next((column for column, count in Counter(file_schema.names).items() if count > 1), None)
         if twice is not None:
             raise InputError(f"{name}: {'' if is_spool else f'{path}: '}has two columns named {twice!r}")
-    return ParquetFiles(files=tuple(files), file_rows=tuple(file_rows), schemas=tuple(schemas), footers=tuple(footers))
+    return ParquetFiles(files=tuple(files), file_rows=tuple(file_rows), schemas=tuple(schemas))
 
 
 def _kinds(path: Path) -> str:
@@ -68,14 +65,14 @@ def _kinds(path: Path) -> str:
     return "; names that end in .csv, .tsv, .jsonl and .ndjson (also with .gz or .zst) are read as such, all others as Parquet"
 
 
-def _footer_digest(path: Path) -> str:
-    """SHA-256 of the footer: sizes, offsets and statistics of all data, so other data gives another digest."""
+def footer_digest(path: Path) -> str:
+    """Of the footer: sizes, offsets and statistics of all data. Raises OSError."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 8))
         length = int.from_bytes(file.read(4), "little")
         file.seek(max(0, size - 8 - length))
-        return hashlib.sha256(file.read(length) + str(size).encode()).hexdigest()
+        return hashlib.sha256(file.read(length)).hexdigest()
 
 
 def check_columns(table: ParquetFiles, columns: Sequence[str], *, name: str) -> None:

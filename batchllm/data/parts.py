@@ -105,7 +105,7 @@ def _sync_folder(folder: Path) -> None:
 def clear_leftovers(folder: Path) -> None:
     """Removes what a killed run left: unfinished parts and staging folders. Only under the folder's lock."""
     for entry in os.scandir(folder):
-        if entry.name.startswith((".part-", ".batch_")) and entry.name.endswith(".tmp"):
+        if entry.name.startswith((".part-", ".batch_", "..batch_")) and entry.name.endswith(".tmp"):
             os.unlink(entry.path)
         elif entry.name.startswith(STAGING_PREFIX) and entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)

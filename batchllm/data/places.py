@@ -5,6 +5,8 @@ from __future__ import annotations
 BATCH_OUTPUT_NAME = "batch_output.jsonl"
 BATCH_ERRORS_NAME = "batch_errors.jsonl"
 """In an output folder: the answers to an OpenAI batch file."""
+BATCH_RECORD_NAME = ".batch_files.json"
+"""Beside them: of which parts they were made."""
 _LONGEST_NAME = 255
 _LONGEST_PATH = 4095
 """Bytes, as Linux takes them."""

@@ -9,8 +9,9 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
+from batchllm.data.duckdb_files import files_table
 from batchllm.data.parts import visible_parts
-from batchllm.data.run_views import empty_select, files_text, run_view_statements
+from batchllm.data.run_views import empty_select, run_view_statements
 from batchllm.data.schema import completion_schema
 from batchllm.errors import FolderError, JobError
 
@@ -26,7 +27,7 @@ def view_statements(folder: Path | str, *, warn: Callable[[str], None] = say_not
     """
     parts = visible_parts(Path(folder))
     if parts:
-        source = f"SELECT * FROM read_parquet({files_text(parts)})"
+        source = f"SELECT * FROM {files_table('read_parquet', parts)}"
     else:
         source = empty_select(_empty_columns())
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from batchllm.data.duckdb_files import files_table
 from batchllm.data.run_files import (
     RUN_COLUMNS,
     RUNS_FOLDER,
@@ -39,7 +40,8 @@ def run_view_statements(folder: Path, *, warn: Callable[[str], None]) -> list[st
     steps = whole(STEPS_FILE, lambda path: log_mistake(path, STEP_COLUMNS))
     tiers = whole(TIERS_FILE, lambda path: log_mistake(path, TIER_COLUMNS))
     columns = ", ".join(f"{name}: '{type_}'" for name, type_ in RUN_COLUMNS.items())
-    runs = f"SELECT * FROM read_json({files_text(summaries)}, columns = {{{columns}}}, format = 'unstructured')"
+    options = f"columns = {{{columns}}}, format = 'unstructured'"
+    runs = f"SELECT * FROM {files_table('read_json', summaries, options=options)}"
     return [
         f"CREATE OR REPLACE VIEW runs AS {runs if summaries else empty_select(RUN_COLUMNS)} ORDER BY run_id",
         f"CREATE OR REPLACE VIEW steps AS {_logged(steps, STEP_COLUMNS, order='run_id, step')}",
@@ -53,20 +55,10 @@ def _logged(files: list[Path], columns: Mapping[str, str], *, order: str) -> str
     # The run's id is the name of its folder; a column that an older run did not log is NULL.
     return (
         "SELECT parse_path(filename)[-2] AS run_id, * EXCLUDE (filename) "
-        f"FROM read_parquet({files_text(files)}, filename = true, union_by_name = true) ORDER BY {order}"
+        f"FROM {files_table('read_parquet', files, options='filename = true, union_by_name = true')} ORDER BY {order}"
     )
-
-
-def files_text(files: list[Path]) -> str:
-    """A list of files as an SQL literal."""
-    return f"[{', '.join(quoted(str(file)) for file in files)}]"
 
 
 def empty_select(columns: Mapping[str, str]) -> str:
     """No rows, with these columns and types."""
     return f"SELECT {', '.join(f'CAST(NULL AS {type_}) AS {name}' for name, type_ in columns.items())} WHERE false"
-
-
-def quoted(text: str) -> str:
-    """An SQL string literal."""
-    return "'" + text.replace("'", "''") + "'"

@@ -15,6 +15,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm.data.duckdb_files import file_literal, files_table
 from batchllm.data.input_files import table_kind
 from batchllm.data.json_lines import with_line
 from batchllm.data.parquet_files import first_line
@@ -24,6 +25,9 @@ from batchllm.errors import InputError, JobError, OutputError
 _ROW_GROUP_BYTES = 16 << 20
 _MEMORY = "1GB"
 _CSV = "header = true, all_varchar = true"
+_JSON = (
+    "format = 'newline_delimited', records = true, sample_size = -1, dateformat = 'never', timestampformat = 'never'"
+)
 
 
 def spool_query(sql: str, *, folder: Path, spool_folder: Path, name: str) -> Path:
@@ -44,18 +48,16 @@ def spool_text_files(files: tuple[Path, ...], *, spool_folder: Path, name: str) 
 
     Text stays text: no cell is guessed to be a number or a date that prints otherwise than it was written.
     """
-    listed = ", ".join(_quoted(str(path), quote="'") for path in files)
     with _connection(spool_folder, name=name, files=files) as connection:
         if table_kind(files[0]) == "CSV":
             for path in files:
                 _check_csv(connection, path, name=name)
-            return _write(connection.sql(f"SELECT * FROM read_csv([{listed}], {_CSV})"), spool_folder)
-        options = "format = 'newline_delimited', records = true, sample_size = -1"
-        query = f"SELECT * FROM read_json([{listed}], {options}, dateformat = 'never', timestampformat = 'never')"
+            return _write(connection.sql(f"SELECT * FROM {files_table('read_csv', files, options=_CSV)}"), spool_folder)
+        query = f"SELECT * FROM {files_table('read_json', files, options=_JSON)}"
         relation = connection.sql(query)
         types = dict(zip(relation.columns, map(str, relation.types), strict=True))
         # A field that holds text here and numbers there is JSON: its text without the quotes is meant.
-        mixed = [_quoted(column, quote='"') for column, type_ in types.items() if type_ == "JSON"]
+        mixed = [_identifier(column) for column, type_ in types.items() if type_ == "JSON"]
         if mixed:
             plain = ", ".join(f"json_extract_string({column}, '$') AS {column}" for column in mixed)
             relation = connection.sql(f"SELECT * REPLACE ({plain}) FROM ({query})")
@@ -97,11 +99,11 @@ def _reason(error: Exception) -> str:
 def _check_csv(connection: duckdb.DuckDBPyConnection, path: Path, *, name: str) -> None:
     """Raises InputError for two columns of one name, and for a quote that is not closed: DuckDB takes both files, as other ones."""
     ((*characters, skipped_rows),) = connection.execute(
-        f"SELECT Delimiter, Quote, Escape, Comment, SkipRows FROM sniff_csv(?, {_CSV})", [str(path)]
+        f"SELECT Delimiter, Quote, Escape, Comment, SkipRows FROM sniff_csv({file_literal(path)}, {_CSV})"
     ).fetchall()
     delimiter, quote, escape, comment = ("" if text == "(empty)" else text for text in characters)
     dialect = _Dialect(delimiter, quote, escape, comment, skipped_rows)
-    rows = connection.sql(f"SELECT * FROM read_csv({_quoted(str(path), quote=chr(39))}, {_CSV})")
+    rows = connection.sql(f"SELECT * FROM {files_table('read_csv', [path], options=_CSV)}")
     if any(column.rpartition("_")[0] in rows.columns for column in rows.columns):
         _check_names(connection, path, dialect=dialect, name=name)
     if dialect.quote != '"':  # else DuckDB finds an open one itself
@@ -118,10 +120,9 @@ class _Dialect(NamedTuple):
 
 def _check_names(connection: duckdb.DuckDBPyConnection, path: Path, *, dialect: _Dialect, name: str) -> None:
     """Raises InputError for two columns of one name `x`; DuckDB calls the second one `x_1`, as it might be called in the file."""
-    heads = connection.execute(
-        "SELECT * FROM read_csv(?, header = false, all_varchar = true, delim = ?, quote = ?, escape = ?, comment = ?, skip = ?) LIMIT 1",
-        [str(path), *dialect],
-    ).fetchall()
+    options = "header = false, all_varchar = true, delim = ?, quote = ?, escape = ?, comment = ?, skip = ?"
+    head = f"SELECT * FROM {files_table('read_csv', [path], options=options)} LIMIT 1"
+    heads = connection.execute(head, [*dialect]).fetchall()
     names = Counter(cell.strip() for cell in (heads[0] if heads else ()) if cell is not None)
     twice = next((column for column, count in names.items() if count > 1), None)
     if twice is not None:
@@ -132,7 +133,7 @@ def _check_quotes(connection: duckdb.DuckDBPyConnection, rows: duckdb.DuckDBPyRe
     """Raises InputError for a cell that opens a quote and does not close it: DuckDB would take the file for one without quotes."""
     found = 1 if any(_is_open(column) for column in rows.columns) else None
     if found is None:
-        cells = [_quoted(column, quote='"') for column in rows.columns]
+        cells = [_identifier(column) for column in rows.columns]
         is_open = " OR ".join(
             f"(starts_with({cell}, '\"') AND (length({cell}) - length(replace({cell}, '\"', ''))) % 2 = 1)"
             for cell in cells
@@ -185,5 +186,5 @@ def _check_type(field: pa.Field) -> None:
         ) from None
 
 
-def _quoted(text: str, *, quote: str) -> str:
-    return quote + text.replace(quote, 2 * quote) + quote
+def _identifier(column: str) -> str:
+    return '"' + column.replace('"', '""') + '"'

@@ -38,7 +38,7 @@ def model_fingerprint(source: ModelSource) -> str:
         files += weight_files(source.path)
     for path in files:
         try:
-            content = _file_digest(path)
+            content = file_digest(path)
         except OSError as error:
             raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
         # The name of a GGUF file is the user's; the names in a folder have a meaning.
@@ -47,7 +47,8 @@ def model_fingerprint(source: ModelSource) -> str:
     return digest.hexdigest()
 
 
-def _file_digest(path: Path) -> bytes:
+def file_digest(path: Path) -> bytes:
+    """Of a file's bytes; of one above 1 GiB, of its size, its first and last bytes and the samples between them. Raises OSError."""
     with path.open("rb") as file:
         size = path.stat().st_size
         if size <= _WHOLE_BYTES:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Command = Callable[..., Any]
 WriteTexts = Callable[..., Path]
 
@@ -41,6 +43,44 @@ def test_what_ends_a_command_is_an_event_with_its_exit_code(
     assert "engine.kv.device" in error["message"] and "\n" not in error["message"]
     done = batchllm("run", tmp_path / "none.yaml", "--log-format", "json", "--json")
     assert done.exit_code == 2 and events(done.err)[0]["job"] == "none" and done.out == ""
+
+
+@pytest.mark.parametrize(
+    ("failure", "message", "exit_code"),
+    [
+        (MemoryError(), "this machine's memory does not suffice", 1),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "this machine's memory does not suffice", 1),
+        (FileNotFoundError(2, "No such file or directory", "/proc/x"), "/proc/x: No such file or directory", 1),
+    ],
+)
+def test_what_is_one_line_on_a_terminal_is_one_message_in_the_log(
+    batchllm: Command,
+    write_texts_job: WriteTexts,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: Exception,
+    message: str,
+    exit_code: int,
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise failure
+
+    monkeypatch.setattr("batchllm.nightly.unattended.run_job", fail)
+    if isinstance(failure, OSError):  # the rest of this process still needs its stdout
+        monkeypatch.setattr("batchllm.cli.log.drop_output", lambda: None)
+    done = batchllm("run", write_texts_job(["a"]), "--log-format", "json")
+    (error,) = events(done.err)
+    assert (error["message"], error["exit_code"], done.exit_code) == (message, exit_code, exit_code)
+    assert "traceback" not in error
+
+
+def test_wrong_usage_ends_with_2_and_its_message(batchllm: Command, write_texts_job: WriteTexts) -> None:
+    job = write_texts_job(["a"])
+    done = batchllm("run", job, "--summary", job, "--log-format", "json")
+    (error,) = events(done.err)
+    assert (error["exit_code"], done.exit_code) == (2, 2) and "traceback" not in error
+    assert (
+        error["message"] == f"--summary {job} is the job file too; give it a file of its own (see batchllm run --help)"
+    )
 
 
 def test_too_many_errors_are_an_error_event_after_the_summary(batchllm: Command, write_texts_job: WriteTexts) -> None:

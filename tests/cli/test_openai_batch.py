@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -272,8 +273,47 @@ def test_a_resume_rebuilds_the_files_and_a_second_build_gives_the_same_bytes(
     output.unlink()
     assert batchllm("run", job).exit_code == 3
     assert (output.read_bytes(), errors.read_bytes()) == whole
-    assert not list((tmp_path / "out").glob(".batch*"))
+    assert not list((tmp_path / "out").glob(".*.tmp"))
     assert pq.read_table(sorted((tmp_path / "out").glob("part-*.parquet"))).num_rows == 7
+
+
+def test_files_follow_the_parts_whatever_the_clock_says(
+    batchllm: Command, write_batch: WriteBatch, tmp_path: Path
+) -> None:
+    job = write_batch([line(f"r{number}", max_tokens=2) for number in range(3)])
+    output = tmp_path / "out/batch_output.jsonl"
+    assert batchllm("run", job, "--limit", "1").exit_code == 0
+    late = output.stat().st_mtime + 7200  # the clock was two hours ahead
+    for path in [output, tmp_path / "out/batch_errors.jsonl"]:
+        os.utime(path, (late, late))
+    assert batchllm("run", job).exit_code == 0
+    assert [one["custom_id"] for one in read(output)] == ["r0", "r1", "r2"]
+
+
+def test_a_part_that_is_gone_is_gone_from_the_files(batchllm: Command, write_batch: WriteBatch, tmp_path: Path) -> None:
+    job = write_batch([line("good", max_tokens=2), "null", "[]"])
+    assert batchllm("run", job, "--limit", "1").exit_code == 0
+    assert batchllm("run", job).exit_code == 3
+    errors = tmp_path / "out/batch_errors.jsonl"
+    assert len(read(errors)) == 2
+    (tmp_path / "out" / sorted(part.name for part in (tmp_path / "out").glob("part-*"))[-1]).unlink()
+    assert batchllm("run", job, "--limit", "1").exit_code == 0
+    assert read(errors) == []
+
+
+@pytest.mark.parametrize("kept", ["batch_output.jsonl", "batch_errors.jsonl"])
+def test_files_of_which_a_killed_run_replaced_one_are_made_again(
+    batchllm: Command, write_batch: WriteBatch, tmp_path: Path, kept: str
+) -> None:
+    job = write_batch([line("good", max_tokens=2), "null"])
+    assert batchllm("run", job).exit_code == 3
+    out = tmp_path / "out"
+    whole = {name: (out / name).read_bytes() for name in ("batch_output.jsonl", "batch_errors.jsonl")}
+    for name in whole:
+        if name != kept:
+            (out / name).write_bytes(b"of other parts\n")
+    assert batchllm("run", job).exit_code == 3
+    assert {name: (out / name).read_bytes() for name in whole} == whole
 
 
 @pytest.mark.parametrize(

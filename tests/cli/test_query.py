@@ -85,8 +85,13 @@ def test_rows_that_are_written_beside_the_parts_leave_the_next_run_as_it_is(
 
 
 def test_json_stays_json_where_a_number_is_none(finished_job: Path, run_cli: Cli) -> None:
-    done = run_cli("query", "select 'nan'::double as a, ['-inf'::double] as b", finished_job, "--json")
-    assert json.loads(done.stdout) == [{"a": None, "b": [None]}]
+    done = run_cli(
+        "query",
+        "select 'nan'::double as a, ['-inf'::double] as b, map {'k': 'nan'::double} as m",
+        finished_job,
+        "--json",
+    )
+    assert json.loads(done.stdout) == [{"a": None, "b": [None], "m": [["k", None]]}]
 
 
 def test_a_statement_comes_from_standard_input_where_none_is_given(finished_job: Path, run_cli: Cli) -> None:

@@ -134,6 +134,63 @@ def test_a_changed_file_has_another_fingerprint_and_a_moved_one_the_same(tmp_pat
     assert one == three and one["rows"] == two["rows"] and one["content"] != two["content"]
 
 
+def write_table(path: Path, **cells: str) -> None:
+    """One row, in the form that the name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({name: [cell] for name, cell in cells.items()}), path)
+    elif path.suffix == ".csv":
+        path.write_text(",".join(cells) + "\n" + ",".join(cells.values()) + "\n")
+    else:
+        path.write_text(json.dumps(cells) + "\n")
+
+
+def test_a_value_that_no_statistic_of_the_footer_shows_counts_on_resume(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    prints = []
+    for middle in ("mmm", "nnn"):
+        table = pa.table({"text": ["aaa", middle, "zzz"]})
+        pq.write_table(table, path, compression="none", use_dictionary=False)
+        prints.append(
+            (
+                path.read_bytes()[-int.from_bytes(path.read_bytes()[-8:-4], "little") :],
+                open_job(tmp_path, "path: a.parquet").fingerprint,
+            )
+        )
+    assert prints[0][0] == prints[1][0] and prints[0][1] != prints[1][1]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_rows_are_those_of_the_named_file_and_nothing_comes_from_its_path(tmp_path: Path, kind: str) -> None:
+    # The right name, and one that it would match as a pattern.
+    for name, other in (
+        ("text=path/rows", "unrelated"),
+        ("rows[1]", "rows1"),
+        ("a*b", "aXb"),
+        ("a?b", "aYb"),
+        ("in[1]/text=path/k=v/rows", "in1/text=path/k=v/rows"),
+        ("it's", "its"),
+    ):
+        write_table(tmp_path / f"{other}.{kind}", text="of another file", more="x")
+        write_table(tmp_path / f"{name}.{kind}", text=f"of {name}", more="x")
+        input = open_job(tmp_path, f'path: "{name}.{kind}"')
+        assert texts(input) == [f"of {name}"]
+        assert input.schema.names == ["text", "more"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_column_that_a_folders_name_names_too_counts_on_resume(tmp_path: Path, kind: str) -> None:
+    prints = []
+    for text in ("one", "two"):
+        write_table(tmp_path / f"text=path/rows.{kind}", text=text)
+        prints.append(open_job(tmp_path, f"path: text=path/rows.{kind}").fingerprint)
+        spool = tmp_path / "text=path" / f"spool {text}"
+        spool.mkdir()
+        # The staged rows lie in the output folder, whose name may say the same.
+        prints.append(open_input(load_job(tmp_path / "job.yaml"), spool_folder=spool).fingerprint)
+    assert prints[0] == prints[1] and prints[2] == prints[3] and prints[0] != prints[2]
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

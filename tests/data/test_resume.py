@@ -145,3 +145,17 @@ def test_changed_rows_are_refused_with_what_changed(tmp_path: Path) -> None:
     make_rows(tmp_path, num_rows=301)
     with pytest.raises(FolderError, match="input data.rows was 300, is 301"):
         run(job)
+
+
+def test_results_of_a_folder_are_those_of_its_parts_whatever_the_folder_is_called(tmp_path: Path) -> None:
+    make_rows(tmp_path)
+    for name in ("model=big/title=none", "out[1]", "o*t", "o?t"):
+        (tmp_path / "job.yaml").write_text(JOB)
+        job = load_job(tmp_path / "job.yaml", date=NIGHT, overrides=[f'output.path="{name}"'])
+        run(job, stop_after=20)
+        assert run(job) > 0
+        rows = query("select distinct model, title like 'title%' as own, run_id from completions", tmp_path / name)
+        assert set(rows["model"].to_pylist()) == {job.model} and rows["own"].to_pylist() == [True, True]
+        assert query("select count(distinct row_index) as n from completions", tmp_path / name)["n"].to_pylist() == [
+            300
+        ]

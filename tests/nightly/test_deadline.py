@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from batchllm.data.error_count import ErrorCount
 from batchllm.errors import JobError
 from batchllm.nightly.deadline import parse_deadline
 from batchllm.nightly.error_rate import parse_error_rate
@@ -59,6 +60,16 @@ def test_other_texts_and_moments_that_have_passed_are_refused(berlin: None, text
 
 def test_error_rates_are_shares_with_or_without_a_percent_sign() -> None:
     assert [parse_error_rate(text) for text in ("5%", "0.05", "0", "100 %", "1")] == [0.05, 0.05, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("num_rows", [100, 1000])
+def test_as_many_errors_as_are_allowed_are_not_too_many_and_one_more_is(num_rows: int) -> None:
+    for failed in range(num_rows):
+        rate = parse_error_rate(f"{failed * 100 // num_rows}.{failed * 1000 // num_rows % 10}%")
+        count = ErrorCount(rate=rate, num_rows=num_rows, num_failed=failed)
+        assert not count.is_too_high, failed
+        count.add(failed)
+        assert count.is_too_high, failed
 
 
 def test_a_moment_behind_the_end_of_the_calendar_is_refused(berlin: None) -> None:
