@@ -52,6 +52,37 @@ def test_a_complete_run_ends_at_once_and_takes_no_step(batchllm: Command, write_
     assert summary["rows_before"] == 2 and summary["num_steps"] == 0 and summary["kernels"] == "none"
 
 
+def test_a_finished_run_of_another_date_is_not_gone_on_with_where_that_date_read_other_rows(
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
+) -> None:
+    today = datetime.date.today()
+    night = today - datetime.timedelta(days=1)
+    heard = tmp_path / "heard.json"
+    record = [sys.executable, "-c", RECORD, str(heard)]
+    job = write_texts_job(["a", "b"], output="out", more=commands(on_success=["true"], on_failure=record))
+    job.write_text(job.read_text().replace("rows.parquet", "'{{ date }}.parquet'"))
+    for date, texts in ((night, ["a", "b"]), (today, ["c", "d"])):
+        pq.write_table(pa.table({"text": texts}), tmp_path / f"{date}.parquet")
+    assert batchllm("run", job, "--date", str(night), "--limit", "1").exit_code == 0
+    # A run that was cut short goes on with its own date: the other row is night's.
+    ended = batchllm("run", job)
+    assert ended.exit_code == 0 and f"t: goes on with the run of {night}, whose rows are in {tmp_path}/out" in ended.err
+    assert query("select prompt_tokens from completions", tmp_path / "out").num_rows == 2
+    assert not heard.exists()
+    ended = batchllm("run", job)
+    error = (
+        f"{job}: output.path is the same for two dates; write {{{{ date }}}} into it; "
+        f"{tmp_path}/out holds the finished run of {night}, and {today} reads another input"
+    )
+    assert ended.exit_code == 2 and ended.err.splitlines()[-1] == f"batchllm: {error}"
+    told = json.loads(heard.read_text())
+    assert told["BATCHLLM_EXIT_CODE"] == "2" and told["summary"]["error"] == error
+    # Who names the date means it, and a table that is the same for both dates has nothing to hide.
+    assert batchllm("run", job, "--date", str(night)).exit_code == 0
+    job.write_text(job.read_text().replace("{{ date }}.parquet", f"{night}.parquet"))
+    assert batchllm("run", job).exit_code == 0
+
+
 def test_a_deadline_stops_cleanly_and_the_next_run_finishes(
     batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:
