@@ -275,6 +275,43 @@ def test_a_report_that_cannot_be_written_after_the_run_is_an_error_once_the_comm
     assert json.loads(heard.read_text())["summary"]["exit_code"] == 0
 
 
+NO_SUMMARY = ["sh", "-c", 'echo "told $BATCHLLM_EXIT_CODE $BATCHLLM_SUMMARY $(wc -c <"$BATCHLLM_SUMMARY")"']
+
+
+@pytest.mark.parametrize(("texts", "code"), [(["a"], 0), (["a", None], 3)])
+def test_without_room_for_a_temporary_file_the_command_runs_all_the_same_and_the_exit_code_stays(
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: Any, code: int
+) -> None:
+    job = write_texts_job(texts, more=commands(on_success=NO_SUMMARY, on_failure=NO_SUMMARY))
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+        ended = batchllm("run", job, "--date", DATE)
+    assert ended.exit_code == code and len(rows(tmp_path)) == len(texts)
+    lines = ended.err.splitlines()
+    assert f"told {code} /dev/null 0" in lines
+    says = f"t: the command of the job gets no summary: {tmp_path}/none/batchllm-"
+    assert any(line.startswith(says) and line.endswith(": cannot be made: No such file or directory") for line in lines)
+    # Where the user keeps a summary the command reads that one.
+    ended = batchllm("run", job, "--date", DATE, "--summary", tmp_path / "s.json")
+    size = (tmp_path / "s.json").stat().st_size
+    assert ended.exit_code == code and f"told {code} {tmp_path}/s.json {size}" in ended.err.splitlines()
+
+
+def test_a_full_disk_takes_neither_the_alarm_nor_the_error_away(
+    write_texts_job: WriteJob, tmp_path: Path, batchllm: Command
+) -> None:
+    job = write_texts_job(["a"], more=commands(on_failure=NO_SUMMARY))
+    # No file of this process and of what it starts may hold a byte.
+    command = 'ulimit -f 0; exec "$0" -c "from batchllm.cli.main import main; main()" run "$1"'
+    ended = subprocess.run(["sh", "-c", command, sys.executable, str(job)], capture_output=True, text=True)
+    lines = ended.stderr.splitlines()
+    assert ended.returncode == 1 and "told 1 /dev/null 0" in lines, ended.stderr
+    assert any(
+        "t: the command of the job gets no summary: a temporary folder: cannot be made: " in line for line in lines
+    )
+    assert lines[-1].startswith(f"batchllm: {tmp_path}/out/") and lines[-1].endswith("File too large")
+
+
 def test_the_job_may_change_its_commands_between_a_stop_and_the_resume(
     batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:
