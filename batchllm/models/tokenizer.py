@@ -83,6 +83,10 @@ class Tokenizer:
         encoded = self._with_special.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encoded]
 
+    def token_text(self, token_id: int) -> str:
+        """A token as the vocabulary spells it; for messages."""
+        return self._with_special.id_to_token(token_id) or ""
+
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes of a text; control tokens are skipped. May end in half a character."""
         data = b"".join([self.token_bytes[token_id] for token_id in ids])

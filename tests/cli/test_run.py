@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tokenizers
 from prometheus_client.parser import text_string_to_metric_families
 
 from batchllm.data.lock import RunLock
@@ -310,6 +312,31 @@ def test_a_full_disk_takes_neither_the_alarm_nor_the_error_away(
         "t: the command of the job gets no summary: a temporary folder: cannot be made: " in line for line in lines
     )
     assert lines[-1].startswith(f"batchllm: {tmp_path}/out/") and lines[-1].endswith("File too large")
+
+
+def test_a_row_with_a_token_that_the_model_has_not_is_an_error_row_and_the_others_go_on(
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path, tiny_model: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    pipeline = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    pipeline.add_tokens(["<tool>"])
+    pipeline.save(str(folder / "tokenizer.json"))
+    job = write_texts_job(["a", "a <tool> b", "c"])
+    job.write_text(job.read_text().replace(str(tiny_model), str(folder)))
+    says = (
+        "the prompt holds '<tool>', a token of the tokenizer alone: token 320 is beyond the model's vocabulary of 320"
+    )
+    for options in ([], ["--retry-errors"]):
+        ended = batchllm("run", job, "--date", DATE, *options)
+        assert ended.exit_code == 3, ended.err
+        assert [error for _, _, error in rows(tmp_path)] == [None, f"row 1: {says}", None]
+    # A form may force the text of that token: the model then says it in tokens that it has.
+    forced = ["--set", "output.path=forced", "--set", "output.regex=<tool>!", "--set", "sampling.ignore_eos=false"]
+    ended = batchllm("run", job, *forced, "--set", "sampling.max_tokens=40", "--set", "prompt.template=a")
+    assert ended.exit_code == 0, ended.err
+    completions = query("select completion from completions", tmp_path / "forced")["completion"].to_pylist()
+    assert completions == ["<tool>!"] * 3
 
 
 def test_the_job_may_change_its_commands_between_a_stop_and_the_resume(
