@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,24 @@ def test_no_text_becomes_control_and_every_text_comes_back(text: str) -> None:
     assert "".join(piece.text for piece in segments) == f"<|im_start|>{text}<|im_end|>"
     if not control.may_form(text):
         assert control.num_matches(f"<|im_start|>{text}<|im_end|>") == 2
+
+
+def test_cells_that_are_a_piece_of_a_control_string_are_moved_whole_and_others_at_its_ends_only() -> None:
+    control = ControlTokens({"axb": 0, "cyd": 1, "b\0c": 2})
+    cells = ["x", "xb", "axb", "b\0", "b\0c", "\0", "\1", "b\1c", "xbcy", "bc", ""]
+    moved = [control.shield_cells(cell, plane=0xF0000) for cell in cells]
+    shown = ["".join("^" if ord(one) >= 0xF0000 else one for one in cell) for cell in moved]
+    assert shown == ["^", "^^", "^^^", "^^", "^^^", "^", "\1", "^\1^", "x^^y", "^^", ""]
+
+
+def test_long_control_strings_take_memory_by_the_square_of_their_length_at_most() -> None:
+    names = {f"{number:0256}": number for number in range(64)}
+    tracemalloc.start()
+    control = ControlTokens(names)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert control.num_matches(f"a{5:0256}b") == 1
+    assert peak < 16 << 20
 
 
 def test_segments_of_a_shielded_prompt_give_the_ids_of_the_whole(tmp_path: Path) -> None:
