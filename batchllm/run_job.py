@@ -17,7 +17,7 @@ from batchllm.data.prompts import Staging
 from batchllm.data.run_folder import RunFolder, RunRecord
 from batchllm.data.schema import completion_schema
 from batchllm.engine.metrics import RunMetrics
-from batchllm.errors import FolderError, OutputError
+from batchllm.errors import FolderError, JobError, OutputError
 from batchllm.job import Job
 from batchllm.models.fingerprint import model_fingerprint
 from batchllm.models.registry import resolve_model
@@ -37,12 +37,14 @@ class RunOptions:
     """How much of a job a run takes, and when it gives up; none of it changes what a row says.
 
     `limit`: the first rows only. `retry_errors`: rows that carry an error run again. `max_error_rate`, from 0 to 1: the run
-    gives up once it is certain that more of all rows carry an error, those of earlier runs among them.
+    gives up once it is certain that more of all rows carry an error, those of earlier runs among them. `error_if_done`: why it is an error
+    if earlier runs have answered every row; None where it is none.
     """
 
     limit: int | None = None
     retry_errors: bool = False
     max_error_rate: float | None = None
+    error_if_done: str | None = None
 
 
 def run_job(job: Job, *, options: RunOptions | None = None, observer: Observer | None = None) -> RunSummary:
@@ -141,6 +143,8 @@ class _Run:
         if rows.before:
             observer.note(f"{rows.before} of {source_rows.num_rows} rows are done already")
         finished = bool(done.all())
+        if finished and self._options.error_if_done is not None:
+            raise JobError(self._options.error_if_done)
         if not finished and not rows.gives_up:
             finished = self._run_stages(folder, source_rows=source_rows, source=source, model=model, done=done)
         if source_rows.holds_requests:

@@ -25,9 +25,6 @@ from batchllm.kernels.launch import is_interpreted
 
 TABLE_PATH = Path(__file__).with_name("tuning.json")
 
-SHARED_MEMORY_BYTES = {"sm_80": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
-"""The most shared memory that one program may take, per device class."""
-
 _LAUNCH_OPTIONS = ("num_warps", "num_stages")
 
 Config = Mapping[str, int]

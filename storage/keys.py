@@ -60,16 +60,3 @@ def block_key(parent: bytes, token_ids: Sequence[int] | np.ndarray) -> bytes:
         raise ValueError(f"a parent key has {KEY_BYTES} bytes, this one {len(parent)}")
     tokens = np.ascontiguousarray(token_ids, dtype="<i8")
     return _digest(_DOMAIN + b".blk", (b"parent", parent), (b"tokens", tokens.tobytes()))
-
-
-def chain_keys(scope: KeyScope, token_ids: Sequence[int] | np.ndarray, *, block_size: int) -> list[bytes]:
-    """Keys of the full blocks of a token sequence, in order; a last part shorter than `block_size` has no key."""
-    if block_size < 1:
-        raise ValueError(f"block_size is at least 1, not {block_size}")
-    tokens = np.asarray(token_ids)
-    keys: list[bytes] = []
-    parent = root_key(scope)
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        parent = block_key(parent, tokens[start : start + block_size])
-        keys.append(parent)
-    return keys

@@ -62,6 +62,7 @@ def run(
         from batchllm.cli.summary import summary_text
         from batchllm.data.parts import recorded_date
         from batchllm.job import load_job
+        from batchllm.nightly.dates import resumed_job
         from batchllm.nightly.unattended import Reports, run_unattended
         from batchllm.run_job import RunOptions
         from batchllm.run_progress import Observer
@@ -69,16 +70,24 @@ def run(
 
         job = load_job(job_file, overrides=overrides, date=date.date() if date else None)
         view.name = job.name
+        error_if_done = None
         if date is None:
             # A resume after midnight goes on with the date under which its rows were written.
             recorded = recorded_date(Path(job.output.path))
             if recorded is not None and recorded != job.date:
-                job = load_job(job_file, overrides=overrides, date=recorded)
+                job, error_if_done = resumed_job(job, job_file=job_file, overrides=overrides, recorded=recorded)
+                if error_if_done is not None:
+                    view.note(f"goes on with the run of {recorded}, whose rows are in {job.output.path}")
         check_beside_parts({"--summary": summary_file, "--metrics": metrics_file}, folder=Path(job.output.path))
         summary = run_unattended(
             job,
             job_file=job_file,
-            options=RunOptions(limit=limit, retry_errors=retry_errors, max_error_rate=rules.max_error_rate),
+            options=RunOptions(
+                limit=limit,
+                retry_errors=retry_errors,
+                max_error_rate=rules.max_error_rate,
+                error_if_done=error_if_done,
+            ),
             reports=Reports(summary=summary_file, metrics=metrics_file),
             observer=Observer(note=view.note, progress=view.update, should_stop=stop.asked),
         )

@@ -55,6 +55,7 @@ def schedule(
     from batchllm.cli.run import run
     from batchllm.errors import write_error
     from batchllm.job import load_job
+    from batchllm.nightly.dates import check_outputs_apart
     from batchllm.nightly.schedule import cron_entry, scheduled_job, systemd_units
 
     # A mistake in the options is found now and not at night.
@@ -71,6 +72,8 @@ def schedule(
     check_apart({"the job file": job_file, **written})
     job = load_job(job_file, overrides=values["overrides"])
     check_beside_parts(written, folder=Path(job.output.path))
+    if values["date"] is None:
+        check_outputs_apart(job, job_file=job_file, overrides=values["overrides"])
     scheduled = scheduled_job(job_file, name=job.name, at=at, run_options=run_options, log=log)
     text = cron_entry(scheduled) if kind == "cron" else systemd_units(scheduled)
     # Without its folder the log could not be opened, and nothing would run.

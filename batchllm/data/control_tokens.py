@@ -11,6 +11,7 @@ blanks, so that slices and `trim` in templates do what they did.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,9 +41,10 @@ class ControlTokens:
         self._prefixes = tuple(sorted({name[:end] for name in names for end in range(1, len(name))}))
         self._suffixes = tuple(sorted({name[start:] for name in names for start in range(1, len(name))}))
         self._edges = frozenset(character for name in names for character in (name[0], name[-1]))
-        self._inside = frozenset(
-            name[start:end] for name in names for start in range(len(name)) for end in range(start + 1, len(name) + 1)
-        )
+        self._longest = len(names[0]) if names else 0
+        # One text to look in: the pieces of all names would take the cube of their lengths.
+        self._between = next(one for one in map(chr, range(sys.maxunicode)) if not any(one in name for name in names))
+        self._names = self._between.join(names)
 
     def num_matches(self, text: str) -> int:
         """How many control strings a tokenizer would find in the text."""
@@ -76,7 +78,7 @@ class ControlTokens:
         however the template joins cells and its own words.
         """
         if isinstance(value, str):
-            if value in self._inside:
+            if len(value) <= self._longest and self._between not in value and value in self._names:
                 return _moved(value, plane)
             return "".join(_moved(one, plane) if one in self._edges else one for one in value)
         if isinstance(value, list):

@@ -22,7 +22,7 @@ from batchllm.data.openai_bodies import SERVICE_DEFAULTS
 from batchllm.data.openai_input import ERROR_COLUMN, SAMPLING_COLUMN
 from batchllm.data.rendering import History, PromptRenderer, PromptTokenizer
 from batchllm.data.sections import JobSections, SamplingSection, request_params
-from batchllm.data.token_ids import wrong_token_id
+from batchllm.data.token_ids import beyond_vocabulary, wrong_token_id
 from batchllm.errors import OutputError
 from batchllm.planner.store import PromptStore
 from batchllm.prompt import Grammar, SamplingParams
@@ -85,7 +85,7 @@ def stage_prompts(
     `history` is given for a later stage, whose rows' cells are staged already.
     `should_stop` is asked for each batch of rows; when it says so, the rest stays unread and the store unfinished.
     `max_context`: tokens of the model's context; a prompt must leave room for one more. `vocab_size`: of the model; a row that names a
-    token beyond it is an error row (`check_token_ids` is for what the job names). The cells of a row are in
+    token beyond it, or whose text is cut into one, is an error row (`check_token_ids` is for what the job names). The cells of a row are in
     `staging.kept` before its error is yielded. Raises InputError, JobError, ModelError, OutputError.
     """
     renderer = PromptRenderer(job, input=input, tokenizer=tokenizer, history=history)
@@ -116,6 +116,8 @@ def stage_prompts(
                     sampling_ids=sampling_ids,
                     cut=_Cut(limit, job.prompt.truncate),
                     errors=errors,
+                    tokenizer=tokenizer,
+                    vocab_size=vocab_size,
                 )
             places = _request_lines(batch) if input.holds_requests else [""] * batch.num_rows
             for place in sorted(errors):
@@ -163,6 +165,8 @@ def _stage_tokens(
     sampling_ids: dict[int, int],
     cut: _Cut,
     errors: dict[int, str],
+    tokenizer: PromptTokenizer,
+    vocab_size: int,
 ) -> None:
     places: list[int] = []
     tokens: list[np.ndarray] = []
@@ -179,6 +183,20 @@ def _stage_tokens(
             ids = ids[-cut.limit :] if cut.side == "left" else ids[: cut.limit]
         places.append(place)
         tokens.append(ids)
+    # A tokenizer has tokens beyond the model's where someone added them there alone. That is rare, so one look at all rows comes first.
+    if places and int(np.concatenate(tokens).max()) >= vocab_size:
+        known = []
+        for place, ids in zip(places, tokens, strict=True):
+            beyond = ids[ids >= vocab_size]
+            if len(beyond):
+                text, what = (
+                    tokenizer.token_text(int(beyond[0])),
+                    beyond_vocabulary(int(beyond[0]), vocab_size=vocab_size),
+                )
+                errors[place] = f"the prompt holds {text!r}, a token of the tokenizer alone: {what}"
+            else:
+                known.append((place, ids))
+        places, tokens = [place for place, _ in known], [ids for _, ids in known]
     if places:
         store.append_batch(
             row_index=rows[places],

@@ -27,11 +27,13 @@ class PromptTokenizer(Protocol):
 
     bos_id: int | None
     add_bos: bool
-    eos_ids: frozenset[int]
+    bos_token: str | None
+    eos_token: str | None
     chat_template: str | None
     special_tokens: dict[str, int]
 
     def encode_batch(self, texts: Sequence[str], *, allow_special: bool = True) -> list[np.ndarray]: ...
+    def token_text(self, token_id: int) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +128,12 @@ class PromptRenderer:
         # Requests may all be raw prompts, which a model without a chat template can run.
         if not prompt.raw and not (input.holds_requests and tokenizer.chat_template is None):
             self._chat = _compiled_chat(tokenizer, date=job.date)
-            texts = {token_id: text for text, token_id in tokenizer.special_tokens.items()}
-            named = {"bos_token": tokenizer.bos_id, "eos_token": min(tokenizer.eos_ids, default=None)}
-            self._names = {name: texts.get(-1 if token is None else token, "") for name, token in named.items()}
+            named = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+            # Where its text is no control token, writing it would not give the token.
+            self._names = {
+                name: text if text is not None and text in tokenizer.special_tokens else ""
+                for name, text in named.items()
+            }
 
     def _compiled(self, text: str | None, *, key: str) -> _RowTemplate | None:
         if text is None:

@@ -137,7 +137,6 @@ _MOST_COUNTED = 1_000_000_000
 
 _Count = Annotated[int, Field(ge=1, le=_MOST_COUNTED)]
 _TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
-_Finite = Field(allow_inf_nan=False)
 _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 _Seed = Annotated[int, Field(ge=0, lt=2**63)]
 

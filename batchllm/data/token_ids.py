@@ -45,4 +45,9 @@ def _mistake(value: tuple[int, ...] | tuple[tuple[int, float], ...], *, vocab_si
     beyond = next((token_id for token_id in ids if token_id >= vocab_size), None)
     if beyond is None:
         return None
-    return f"token {beyond} is beyond the model's vocabulary of {vocab_size}; name ids from 0 to {vocab_size - 1}"
+    return f"{beyond_vocabulary(beyond, vocab_size=vocab_size)}; name ids from 0 to {vocab_size - 1}"
+
+
+def beyond_vocabulary(token_id: int, *, vocab_size: int) -> str:
+    """What is wrong with a token that the model has no row for."""
+    return f"token {token_id} is beyond the model's vocabulary of {vocab_size}"

@@ -25,12 +25,13 @@ class GrammarVocabulary(Protocol):
 
 def grammar_tokens(vocabulary: GrammarVocabulary, *, vocab_size: int) -> llguidance.LLTokenizer:
     """`vocab_size`: of the model's logits, which may exceed the tokenizer's. Raises ModelError where no completion could end."""
-    eos_ids = sorted(vocabulary.eos_ids)
+    # One beyond the logits ends nothing.
+    eos_ids = sorted(token_id for token_id in vocabulary.eos_ids if token_id < vocab_size)
     if not eos_ids:
         raise ModelError(
-            "the model declares no EOS token, so a completion with a schema, choice or regex could not end"
+            "the model declares no EOS token that is in its vocabulary, so a completion with a schema, choice or regex could not end"
         )
-    tokens = _Tokens(vocabulary, vocab_size=vocab_size)
+    tokens = _Tokens(vocabulary, vocab_size=vocab_size, eos_token_id=eos_ids[0])
     return llguidance.LLTokenizer(tokens, eos_token=eos_ids)  # type: ignore[arg-type]
 
 
@@ -53,9 +54,9 @@ class _Tokens:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, vocabulary: GrammarVocabulary, *, vocab_size: int) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, *, vocab_size: int, eos_token_id: int) -> None:
         known = list(vocabulary.token_bytes)[:vocab_size]
-        self.eos_token_id = min(vocabulary.eos_ids)
+        self.eos_token_id = eos_token_id
         self.tokens = known + [b""] * (vocab_size - len(known))
         # Without bytes it is a control token or none at all: no text leads to it.
         self.special_token_ids = [token_id for token_id, data in enumerate(self.tokens) if not data]
@@ -70,7 +71,8 @@ class _Tokens:
         """The model's own tokens of a text that the grammar forces; where those are other bytes, the longest ones that fit."""
         data = text.encode() if isinstance(text, str) else text
         ids: list[int] = self._encode([data.decode("utf-8", "replace")], allow_special=False)[0].tolist()
-        if b"".join(self._bytes[token_id] for token_id in ids) == data:
+        # A tokenizer may have tokens that the model has not.
+        if max(ids, default=0) < len(self._bytes) and b"".join(self._bytes[token_id] for token_id in ids) == data:
             return ids
         ids, start = [], 0
         while start < len(data):

@@ -9,6 +9,9 @@ from batchllm.errors import ModelError
 MAX_CONTEXT_LIMIT = 1 << 21
 """Positions that the rope table is made for; at head size 128 that many take 1 GiB."""
 
+MAX_VOCAB_SIZE = 1 << 22
+"""Tokens that tables are made for: more than ten times what any model has."""
+
 _MAX_LAYERS = 4096
 
 
@@ -65,6 +68,8 @@ class ModelConfig:
         for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size"):
             if not 1 <= getattr(self, name) < 1 << 31:
                 raise ModelError(f"model config: {name} is {getattr(self, name)}")
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise ModelError(f"model config: vocab_size is {self.vocab_size}; 1 to {MAX_VOCAB_SIZE} are taken")
         if not 1 <= self.num_layers <= _MAX_LAYERS:
             raise ModelError(f"model config: {self.num_layers} layers; this program takes 1 to {_MAX_LAYERS}")
         if not 1 <= self.max_context <= MAX_CONTEXT_LIMIT:

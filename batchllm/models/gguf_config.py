@@ -44,6 +44,11 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
+    vocab_size = _integer(raw, "vocab_size", file, default=embedding.shape[0])
+    if vocab_size != embedding.shape[0]:
+        raise ModelError(
+            f"{file.path}: {prefix}vocab_size {vocab_size} differs from the {embedding.shape[0]} rows of token_embd.weight"
+        )
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
@@ -52,7 +57,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         num_kv_heads=_integer(raw, "attention.head_count_kv", file, default=num_heads),
         head_dim=head_dim,
         intermediate_size=_integer(raw, "feed_forward_length", file),
-        vocab_size=_integer(raw, "vocab_size", file, default=embedding.shape[0]),
+        vocab_size=vocab_size,
         max_context=max_context,
         rms_eps=_decimal(_number(raw, "attention.layer_norm_rms_epsilon", file)),
         rope=RopeConfig(

@@ -52,7 +52,7 @@ def gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, DeclaredTokens]:
         # The Llama 3 rule means a BOS where the file says nothing.
         add_bos=config.bos_id is not None
         and bool(file.metadata.get("tokenizer.ggml.add_bos_token", rule == "llama-bpe")),
-        eos_id=file.metadata.get("tokenizer.ggml.eos_token_id"),
+        eos_id=file.metadata.get("tokenizer.ggml.eos_token_id", min(config.eos_ids, default=None)),
         eos_ids=config.eos_ids,
         chat_template=template,
         vocab_size=config.vocab_size,

@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from batchllm.errors import ModelError
+from batchllm.models.config import MAX_VOCAB_SIZE
 from batchllm.models.declared_tokens import DeclaredTokens
 from batchllm.models.gguf_tokenizer import gguf_tokenizer
 from batchllm.models.huggingface_tokenizer import huggingface_tokenizer
@@ -35,6 +36,10 @@ class Tokenizer:
         description = json.loads(pipeline.to_str())
         vocabulary = pipeline.get_vocab(with_added_tokens=True)
         self.vocab_size = max(declared.vocab_size, max(vocabulary.values(), default=-1) + 1)
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise ModelError(
+                f"tokenizer: token id {self.vocab_size - 1} would make a vocabulary of {self.vocab_size}; at most {MAX_VOCAB_SIZE} are taken"
+            )
         self.bos_id = declared.bos_id
         self.add_bos = declared.add_bos
         self.eos_ids = declared.eos_ids
@@ -51,6 +56,7 @@ class Tokenizer:
             for token_id, token in sorted(added.items())
             if token.special or token_id in declared_ids
         }
+        _check_lengths(self.special_tokens)
         self.bos_token = None if self.bos_id is None else pipeline.id_to_token(self.bos_id)
         self.eos_token = None if declared.eos_id is None else pipeline.id_to_token(declared.eos_id)
         self.strips_leading_space = strips_leading_space(description)
@@ -83,6 +89,10 @@ class Tokenizer:
         encoded = self._with_special.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encoded]
 
+    def token_text(self, token_id: int) -> str:
+        """A token as the vocabulary spells it; for messages."""
+        return self._with_special.id_to_token(token_id) or ""
+
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes of a text; control tokens are skipped. May end in half a character."""
         data = b"".join([self.token_bytes[token_id] for token_id in ids])
@@ -113,6 +123,27 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     if source.kind == "gguf":
         return Tokenizer(*gguf_tokenizer(source.path))
     return Tokenizer(*huggingface_tokenizer(source.path))
+
+
+_LONGEST_SPECIAL_TOKEN = 256
+"""Characters; what is kept of each to find it in texts grows with the square."""
+
+_MOST_SPECIAL_SQUARES = 1 << 26
+"""Of the lengths of all; 1,024 of the longest, or 70,000 of 30 characters."""
+
+
+def _check_lengths(special_tokens: Iterable[str]) -> None:
+    """Raises ModelError where control tokens are so long, or so many, that looking for them would take all memory."""
+    lengths = [len(text) for text in special_tokens]
+    longest = max(special_tokens, key=len, default="")
+    if len(longest) > _LONGEST_SPECIAL_TOKEN:
+        raise ModelError(
+            f"tokenizer: special token {longest[:30]!r}… has {len(longest)} characters; at most {_LONGEST_SPECIAL_TOKEN} are taken"
+        )
+    if sum(length**2 for length in lengths) > _MOST_SPECIAL_SQUARES:
+        raise ModelError(
+            f"tokenizer: {len(lengths)} special tokens of {sum(lengths)} characters are too many to be looked for in texts"
+        )
 
 
 def _without_special(pipeline: tokenizers.Tokenizer, special_tokens: dict[str, int]) -> tokenizers.Tokenizer:

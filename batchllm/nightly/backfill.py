@@ -9,6 +9,7 @@ from pathlib import Path
 
 from batchllm.errors import BatchLLMError, JobError
 from batchllm.job import Job, load_job
+from batchllm.nightly.dates import same_output
 from batchllm.nightly.unattended import Reports, run_unattended
 from batchllm.run_job import RunOptions
 from batchllm.run_progress import Observer
@@ -57,7 +58,7 @@ def load_dates(job_file: Path, *, overrides: Sequence[str], first: datetime.date
         load_job(job_file, overrides=overrides, date=first + datetime.timedelta(days=days)) for days in range(num_days)
     ]
     if len({job.output.path for job in jobs}) < num_days:
-        raise JobError(f"{job_file}: output.path is the same for two dates; write {{{{ date }}}} into it")
+        raise JobError(same_output(job_file))
     return jobs
 
 

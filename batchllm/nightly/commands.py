@@ -11,8 +11,10 @@ from pathlib import Path
 from batchllm.nightly.outcome import Outcome
 
 
-def run_command(outcome: Outcome, *, summary_path: Path, say: Callable[[str], None]) -> None:
+def run_command(outcome: Outcome, *, summary_path: Path | None, say: Callable[[str], None]) -> None:
     """Runs the job's command for this outcome, if it names one, and waits for it; what goes wrong is said, no more.
+
+    `summary_path` None is where no summary could be written: the command then reads an empty one.
 
     No shell; in the job file's folder; standard output goes to standard error, which is for logs. After
     `command_timeout_s` the command and what it started are killed.
@@ -26,7 +28,8 @@ def run_command(outcome: Outcome, *, summary_path: Path, say: Callable[[str], No
         "BATCHLLM_JOB": str(outcome.job_file),
         "BATCHLLM_EXIT_CODE": str(outcome.exit_code),
         "BATCHLLM_OUTPUT": job.output.path,
-        "BATCHLLM_SUMMARY": str(summary_path),
+        # Not left out: an alarm that mails its summary should still go out.
+        "BATCHLLM_SUMMARY": os.devnull if summary_path is None else str(summary_path.absolute()),
     }
     try:
         process = subprocess.Popen(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from batchllm.data.replaced_file import check_place
-from batchllm.errors import BatchLLMError, FolderError, OutputError
+from batchllm.errors import BatchLLMError, FolderError, OutputError, write_error
 from batchllm.job import Job
 from batchllm.nightly.commands import run_command
 from batchllm.nightly.metrics_file import write_metrics
@@ -68,19 +69,36 @@ def run_unattended(
 
 def _report(outcome: Outcome, *, reports: Reports, observer: Observer) -> str | None:
     failures = []
-    for path, write in ((reports.summary, write_summary), (reports.metrics, write_metrics)):
-        if path is not None:
-            try:
-                write(outcome, path)
-            except (FolderError, OutputError) as error:
-                failures.append(str(error))
-    job = outcome.job
-    if job.on_success or job.on_failure:
-        # The command gets a summary also where the user keeps none.
-        with tempfile.TemporaryDirectory(prefix="batchllm-") as folder:
-            path = reports.summary
-            if path is None or failures:
-                path = Path(folder) / "summary.json"
-                write_summary(outcome, path)
-            run_command(outcome, summary_path=path.absolute(), say=observer.note)
+    summary: Path | None = None
+    try:
+        if reports.summary is not None:
+            write_summary(outcome, reports.summary)
+            summary = reports.summary
+    except (FolderError, OutputError) as error:
+        failures.append(str(error))
+    try:
+        if reports.metrics is not None:
+            write_metrics(outcome, reports.metrics)
+    except (FolderError, OutputError) as error:
+        failures.append(str(error))
+    if outcome.job.on_success or outcome.job.on_failure:
+        with contextlib.ExitStack() as stack:
+            if summary is None:
+                # The command gets a summary also where the user keeps none.
+                try:
+                    summary = _temporary_summary(outcome, stack)
+                except (FolderError, OutputError) as error:
+                    observer.note(f"the command of the job gets no summary: {error}")
+            run_command(outcome, summary_path=summary, say=observer.note)
     return "; ".join(failures) or None
+
+
+def _temporary_summary(outcome: Outcome, stack: contextlib.ExitStack) -> Path:
+    """In a folder that goes with `stack`. Raises FolderError or OutputError where none can be written."""
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="batchllm-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise write_error(f"{error.filename or 'a temporary folder'}: cannot be made", error) from None
+    path = Path(stack.enter_context(temporary)) / "summary.json"
+    write_summary(outcome, path)
+    return path

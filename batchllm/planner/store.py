@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,6 @@ import numpy as np
 from batchllm.prompt import Prompt, SamplingParams
 
 _TOKEN = np.dtype("<i4")
-# A gap of this many tokens between two prompts is cheaper to read over than to seek.
-_MAX_GAP_TOKENS = 4096
-_MAX_READ_TOKENS = 1 << 20
 
 
 class PromptStore:
@@ -118,28 +114,6 @@ class PromptStore:
         """Prompt `index` as the engine takes it."""
         sampling = self.sampling[int(self.sampling_id[index])]
         return Prompt(row_index=int(self.row_index[index]), token_ids=self.tokens(index), sampling=sampling)
-
-    def read_many(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """The tokens of several prompts, in the order asked; neighbours on disk are read in one go."""
-        wanted = np.asarray(indices, dtype=np.int64)
-        found: list[np.ndarray] = [np.zeros(0, dtype=_TOKEN)] * len(wanted)
-        order = np.argsort(self.offset[wanted], kind="stable")
-        starts, ends = self.offset[wanted], self.offset[wanted] + self.length[wanted]
-        position = 0
-        while position < len(order):
-            first = order[position]
-            begin, end, stop = int(starts[first]), int(ends[first]), position + 1
-            while stop < len(order):
-                following = order[stop]
-                if starts[following] > end + _MAX_GAP_TOKENS or ends[following] - begin > _MAX_READ_TOKENS:
-                    break
-                end, stop = max(end, int(ends[following])), stop + 1
-            run = self._read(begin, end - begin)
-            for place in order[position:stop]:
-                # A copy, so that one prompt does not keep the whole run alive.
-                found[place] = run[int(starts[place]) - begin : int(ends[place]) - begin].copy()
-            position = stop
-        return found
 
     def _read(self, offset: int, num_tokens: int) -> np.ndarray:
         tokens = np.empty(num_tokens, dtype=_TOKEN)

@@ -87,6 +87,24 @@ def test_dates_out_of_order_and_a_folder_shared_by_dates_are_refused(
     assert ended.exit_code == 2 and "output.path is the same for two dates; write {{ date }} into it" in ended.err
 
 
+def test_schedule_refuses_dates_that_read_different_rows_into_one_folder(
+    batchllm: Command, write_texts_job: WriteJob
+) -> None:
+    job = write_texts_job(["a"], output="out")
+    text = job.read_text()
+    assert batchllm("schedule", job, "--at", "02:30").exit_code == 0
+    for dated in ("{path: 'rows {{ date - 1d }}.parquet'}", "{sql: \"select '{{ date }}' as text\"}"):
+        job.write_text(text.replace("{path: rows.parquet}", dated))
+        for kind in ("cron", "systemd"):
+            ended = batchllm("schedule", job, "--at", "02:30", "--as", kind)
+            assert ended.exit_code == 2 and ended.out == ""
+            assert (
+                ended.err == f"batchllm: {job}: output.path is the same for two dates; write {{{{ date }}}} into it\n"
+            )
+        for options in (["--date", "2026-11-29"], ["--set", "output.path=out/{{ date }}"]):
+            assert batchllm("schedule", job, "--at", "02:30", "--", *options).exit_code == 0
+
+
 def test_schedule_prints_an_entry_and_finds_mistakes_in_the_options_of_the_run(
     batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tokenizers
 from prometheus_client.parser import text_string_to_metric_families
 
 from batchllm.data.lock import RunLock
@@ -50,6 +52,37 @@ def test_a_complete_run_ends_at_once_and_takes_no_step(batchllm: Command, write_
     summary = json.loads(again.out)
     assert again.exit_code == 0
     assert summary["rows_before"] == 2 and summary["num_steps"] == 0 and summary["kernels"] == "none"
+
+
+def test_a_finished_run_of_another_date_is_not_gone_on_with_where_that_date_read_other_rows(
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path
+) -> None:
+    today = datetime.date.today()
+    night = today - datetime.timedelta(days=1)
+    heard = tmp_path / "heard.json"
+    record = [sys.executable, "-c", RECORD, str(heard)]
+    job = write_texts_job(["a", "b"], output="out", more=commands(on_success=["true"], on_failure=record))
+    job.write_text(job.read_text().replace("rows.parquet", "'{{ date }}.parquet'"))
+    for date, texts in ((night, ["a", "b"]), (today, ["c", "d"])):
+        pq.write_table(pa.table({"text": texts}), tmp_path / f"{date}.parquet")
+    assert batchllm("run", job, "--date", str(night), "--limit", "1").exit_code == 0
+    # A run that was cut short goes on with its own date: the other row is night's.
+    ended = batchllm("run", job)
+    assert ended.exit_code == 0 and f"t: goes on with the run of {night}, whose rows are in {tmp_path}/out" in ended.err
+    assert query("select prompt_tokens from completions", tmp_path / "out").num_rows == 2
+    assert not heard.exists()
+    ended = batchllm("run", job)
+    error = (
+        f"{job}: output.path is the same for two dates; write {{{{ date }}}} into it; "
+        f"{tmp_path}/out holds the finished run of {night}, and {today} reads another input"
+    )
+    assert ended.exit_code == 2 and ended.err.splitlines()[-1] == f"batchllm: {error}"
+    told = json.loads(heard.read_text())
+    assert told["BATCHLLM_EXIT_CODE"] == "2" and told["summary"]["error"] == error
+    # Who names the date means it, and a table that is the same for both dates has nothing to hide.
+    assert batchllm("run", job, "--date", str(night)).exit_code == 0
+    job.write_text(job.read_text().replace("{{ date }}.parquet", f"{night}.parquet"))
+    assert batchllm("run", job).exit_code == 0
 
 
 def test_a_deadline_stops_cleanly_and_the_next_run_finishes(
@@ -242,6 +275,68 @@ def test_a_report_that_cannot_be_written_after_the_run_is_an_error_once_the_comm
             observer=Observer(progress=break_folder),
         )
     assert json.loads(heard.read_text())["summary"]["exit_code"] == 0
+
+
+NO_SUMMARY = ["sh", "-c", 'echo "told $BATCHLLM_EXIT_CODE $BATCHLLM_SUMMARY $(wc -c <"$BATCHLLM_SUMMARY")"']
+
+
+@pytest.mark.parametrize(("texts", "code"), [(["a"], 0), (["a", None], 3)])
+def test_without_room_for_a_temporary_file_the_command_runs_all_the_same_and_the_exit_code_stays(
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: Any, code: int
+) -> None:
+    job = write_texts_job(texts, more=commands(on_success=NO_SUMMARY, on_failure=NO_SUMMARY))
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+        ended = batchllm("run", job, "--date", DATE)
+    assert ended.exit_code == code and len(rows(tmp_path)) == len(texts)
+    lines = ended.err.splitlines()
+    assert f"told {code} /dev/null 0" in lines
+    says = f"t: the command of the job gets no summary: {tmp_path}/none/batchllm-"
+    assert any(line.startswith(says) and line.endswith(": cannot be made: No such file or directory") for line in lines)
+    # Where the user keeps a summary the command reads that one.
+    ended = batchllm("run", job, "--date", DATE, "--summary", tmp_path / "s.json")
+    size = (tmp_path / "s.json").stat().st_size
+    assert ended.exit_code == code and f"told {code} {tmp_path}/s.json {size}" in ended.err.splitlines()
+
+
+def test_a_full_disk_takes_neither_the_alarm_nor_the_error_away(
+    write_texts_job: WriteJob, tmp_path: Path, batchllm: Command
+) -> None:
+    job = write_texts_job(["a"], more=commands(on_failure=NO_SUMMARY))
+    # No file of this process and of what it starts may hold a byte.
+    command = 'ulimit -f 0; exec "$0" -c "from batchllm.cli.main import main; main()" run "$1"'
+    ended = subprocess.run(["sh", "-c", command, sys.executable, str(job)], capture_output=True, text=True)
+    lines = ended.stderr.splitlines()
+    assert ended.returncode == 1 and "told 1 /dev/null 0" in lines, ended.stderr
+    assert any(
+        "t: the command of the job gets no summary: a temporary folder: cannot be made: " in line for line in lines
+    )
+    assert lines[-1].startswith(f"batchllm: {tmp_path}/out/") and lines[-1].endswith("File too large")
+
+
+def test_a_row_with_a_token_that_the_model_has_not_is_an_error_row_and_the_others_go_on(
+    batchllm: Command, write_texts_job: WriteJob, tmp_path: Path, tiny_model: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    pipeline = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    pipeline.add_tokens(["<tool>"])
+    pipeline.save(str(folder / "tokenizer.json"))
+    job = write_texts_job(["a", "a <tool> b", "c"])
+    job.write_text(job.read_text().replace(str(tiny_model), str(folder)))
+    says = (
+        "the prompt holds '<tool>', a token of the tokenizer alone: token 320 is beyond the model's vocabulary of 320"
+    )
+    for options in ([], ["--retry-errors"]):
+        ended = batchllm("run", job, "--date", DATE, *options)
+        assert ended.exit_code == 3, ended.err
+        assert [error for _, _, error in rows(tmp_path)] == [None, f"row 1: {says}", None]
+    # A form may force the text of that token: the model then says it in tokens that it has.
+    forced = ["--set", "output.path=forced", "--set", "output.regex=<tool>!", "--set", "sampling.ignore_eos=false"]
+    ended = batchllm("run", job, *forced, "--set", "sampling.max_tokens=40", "--set", "prompt.template=a")
+    assert ended.exit_code == 0, ended.err
+    completions = query("select completion from completions", tmp_path / "forced")["completion"].to_pylist()
+    assert completions == ["<tool>!"] * 3
 
 
 def test_the_job_may_change_its_commands_between_a_stop_and_the_resume(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,17 @@ import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from batchllm.data.control_tokens import ControlTokens, free_plane
 from batchllm.data.inputs import open_input
 from batchllm.data.prompts import RowError, Staging, stage_prompts
+from batchllm.data.rendering import PromptTokenizer
 from batchllm.data.templates import compile_chat_template
 from batchllm.errors import InputError, ModelError
 from batchllm.job import Job, load_job
+from batchllm.models.source import ModelSource
+from batchllm.models.tokenizer import load_tokenizer
 from batchllm.planner.store import PromptStore
 
 CHATML = (
@@ -51,7 +55,7 @@ class ByteTokenizer:
         self.special_tokens = {name: self._pipeline.token_to_id(name) for name in names}
         self.bos_id: int | None = self.special_tokens["<s>"]
         self.add_bos = add_bos
-        self.eos_ids = frozenset({self.special_tokens["<|im_end|>"]})
+        self.bos_token, self.eos_token = "<s>", "<|im_end|>"
         self.chat_template = chat_template
         self._bytes = {vocabulary[piece]: piece for piece in vocabulary}
 
@@ -60,6 +64,9 @@ class ByteTokenizer:
         return [
             np.array(one.ids, dtype=np.int32) for one in pipeline.encode_batch(list(texts), add_special_tokens=False)
         ]
+
+    def token_text(self, token_id: int) -> str:
+        return str(self._pipeline.id_to_token(token_id))
 
     def show(self, ids: Sequence[int]) -> str:
         """Text with control tokens as «name»."""
@@ -89,7 +96,13 @@ def make_job(folder: Path, table: pa.Table, prompt: str, *overrides: str) -> Job
 
 
 def stage(
-    job: Job, folder: Path, tokenizer: ByteTokenizer | None = None, *, done: Sequence[int] = (), max_context: int = 4096
+    job: Job,
+    folder: Path,
+    tokenizer: PromptTokenizer | None = None,
+    *,
+    done: Sequence[int] = (),
+    max_context: int = 4096,
+    vocab_size: int = VOCAB_SIZE,
 ) -> tuple[Staging, list[RowError]]:
     staging_folder = folder / "staging"
     staging_folder.mkdir()
@@ -104,7 +117,7 @@ def stage(
             tokenizer=tokenizer or ByteTokenizer(),
             staging=staging,
             max_context=max_context,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
         )
     )
     return staging, errors
@@ -204,6 +217,24 @@ def test_no_text_becomes_control_and_every_text_comes_back(text: str) -> None:
     assert "".join(piece.text for piece in segments) == f"<|im_start|>{text}<|im_end|>"
     if not control.may_form(text):
         assert control.num_matches(f"<|im_start|>{text}<|im_end|>") == 2
+
+
+def test_cells_that_are_a_piece_of_a_control_string_are_moved_whole_and_others_at_its_ends_only() -> None:
+    control = ControlTokens({"axb": 0, "cyd": 1, "b\0c": 2})
+    cells = ["x", "xb", "axb", "b\0", "b\0c", "\0", "\1", "b\1c", "xbcy", "bc", ""]
+    moved = [control.shield_cells(cell, plane=0xF0000) for cell in cells]
+    shown = ["".join("^" if ord(one) >= 0xF0000 else one for one in cell) for cell in moved]
+    assert shown == ["^", "^^", "^^^", "^^", "^^^", "^", "\1", "^\1^", "x^^y", "^^", ""]
+
+
+def test_long_control_strings_take_memory_by_the_square_of_their_length_at_most() -> None:
+    names = {f"{number:0256}": number for number in range(64)}
+    tracemalloc.start()
+    control = ControlTokens(names)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert control.num_matches(f"a{5:0256}b") == 1
+    assert peak < 16 << 20
 
 
 def test_segments_of_a_shielded_prompt_give_the_ids_of_the_whole(tmp_path: Path) -> None:
@@ -502,6 +533,44 @@ def test_a_row_that_names_a_token_beyond_the_vocabulary_is_an_error_row(tmp_path
     says = "row {}: column 'ids' as sampling.stop_token_ids: token {} is beyond the model's vocabulary of 261; name ids from 0 to 260"
     assert [error.message for error in errors] == [says.format(1, 261), says.format(3, 1 << 40)]
     assert [staging.store.prompt(place).sampling.stop_token_ids for place in range(2)] == [(0, 260), ()]
+    staging.close()
+
+
+def test_a_prompt_with_a_token_that_only_the_tokenizer_has_is_an_error_row(tmp_path: Path) -> None:
+    table = pa.table({"t": ["he", "a<|", "b", "<|", "<|he"]})
+    job = make_job(tmp_path, table, '{raw: true, template: "{{ t }}"}')
+    staging, errors = stage(job, tmp_path, vocab_size=257)
+    says = "row {}: the prompt holds '<|', a token of the tokenizer alone: token 257 is beyond the model's vocabulary of 257"
+    assert [error.message for error in errors] == [says.format(row) for row in (1, 3, 4)]
+    assert shown(staging.store) == {0: "he", 2: "b"}
+    staging.close()
+
+
+def test_such_a_token_that_is_cut_off_is_no_error(tmp_path: Path) -> None:
+    prompt = '{raw: true, template: "{{ t }}", max_prompt_tokens: 1, truncate: right}'
+    assert run(tmp_path, pa.table({"t": ["a<|", "b"]}), prompt, vocab_size=257) == ({0: "a", 1: "b"}, [])
+
+
+def test_chat_templates_get_the_tokens_that_the_tokenizer_declares(tmp_path: Path) -> None:
+    # As Llama 3: two tokens end a completion, and the one of the chat is not the lower one.
+    pipeline = tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pipeline.decoder = decoders.ByteLevel()
+    pipeline.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"])
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    config = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config |= {"intermediate_size": 8, "vocab_size": 5, "max_position_embeddings": 64}
+    config |= {"bos_token_id": 2, "eos_token_id": [3, 4]}
+    settings = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+    settings["chat_template"] = "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}"
+    for name, content in (("config", config), ("generation_config", config), ("tokenizer_config", settings)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(ModelSource(kind="huggingface", path=tmp_path, name="m"))
+    assert tokenizer.eos_ids == {3, 4}
+    job = make_job(tmp_path, pa.table({"t": ["ab", "b"]}), '{template: "{{ t }}"}')
+    staging, errors = stage(job, tmp_path, tokenizer, vocab_size=5)
+    assert errors == []
+    assert [staging.store.tokens(place).tolist() for place in range(2)] == [[2, 0, 1, 4], [2, 1, 4]]
     staging.close()
 
 

@@ -37,7 +37,8 @@ class WordTokenizer:
 
     bos_id = None
     add_bos = False
-    eos_ids: frozenset[int] = frozenset()
+    bos_token = None
+    eos_token = None
     chat_template = None
     special_tokens: dict[str, int] = {}
 
@@ -51,6 +52,9 @@ class WordTokenizer:
             self.words += text.split(" ")
             arrays.append(np.arange(start, len(self.words), dtype=np.int32))
         return arrays
+
+    def token_text(self, token_id: int) -> str:
+        return self.words[token_id]
 
 
 def make_rows(folder: Path, *, num_rows: int = 300) -> None:

@@ -15,6 +15,8 @@ import pytest
 from batchllm.data.constraints import choice_grammar, regex_grammar, schema_grammar
 from batchllm.engine.engine import Engine, EngineConfig
 from batchllm.engine.grammar import GrammarMasks
+from batchllm.engine.grammar_tokens import grammar_tokens
+from batchllm.errors import ModelError
 from batchllm.planner.plan import make_plan
 from batchllm.prompt import Completion, Grammar, SamplingParams
 
@@ -130,6 +132,17 @@ def test_every_completion_under_a_choice_is_one_of_the_labels(build: Build) -> N
     # `cat` may go on to `category`, so an EOS ends it; `category` takes nothing more and needs none.
     reasons = {answer.text: answer.finish_reason for answer in answers.values()}
     assert reasons["cat"] == "eos" and reasons["a b"] == "stop"
+
+
+def test_an_eos_that_the_model_does_not_have_ends_nothing_and_one_that_it_has_is_needed(build: Build) -> None:
+    def texts(*eos_ids: int) -> list[str | None]:
+        vocabulary = ByteVocabulary(eos_ids=frozenset(eos_ids))
+        answers = run(build([params_of(regex_grammar(PATTERN))] * 6, vocabulary=vocabulary))
+        return [answers[row].text for row in range(6)]
+
+    assert texts(263, 270) == texts(263)
+    with pytest.raises(ModelError, match="declares no EOS token that is in its vocabulary"):
+        grammar_tokens(ByteVocabulary(eos_ids=frozenset({270})), vocab_size=270)
 
 
 def test_every_completion_under_a_regex_matches_it_whole(build: Build) -> None:

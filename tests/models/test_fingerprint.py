@@ -48,6 +48,23 @@ def test_config_tokenizer_and_weights_of_a_folder_all_count(
     assert model_fingerprint(source) in seen
 
 
+def test_every_text_file_that_a_model_is_read_from_counts_and_one_that_is_not_there_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    source = ModelSource(kind="huggingface", path=tmp_path, name="m")
+    for name, content in (("config.json", "{}"), ("tokenizer.json", '{"a": 1}'), ("model.safetensors", "weights")):
+        (tmp_path / name).write_text(content)
+    # Another number for the same files would keep every run of before from being resumed.
+    assert model_fingerprint(source) == "c7647465515bf0518153841c93efe8ef"
+    seen = {model_fingerprint(source)}
+    names = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+    for name in (*names, "chat_template.jinja", "chat_template.json"):
+        (tmp_path / name).write_text("{}")
+        seen.add(model_fingerprint(source))
+        (tmp_path / name).unlink()
+    assert len(seen) == 6
+
+
 def test_a_large_file_is_sampled_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "_WHOLE_BYTES", 1000)
     monkeypatch.setattr(fingerprint, "_NUM_SAMPLES", 10)

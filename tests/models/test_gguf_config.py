@@ -74,6 +74,11 @@ def test_linear_rope_scaling_is_read(config_with: Callable[..., ModelConfig]) ->
         ({"llama.attention.head_count": 0}, "num_heads is 0"),
         ({"llama.context_length": 1 << 31}, "a context of 2147483648 tokens"),
         ({"llama.block_count": 1_000_000}, "1000000 layers"),
+        (
+            {"llama.vocab_size": (1 << 31) - 1},
+            "llama.vocab_size 2147483647 differs from the 260 rows of token_embd.weight",
+        ),
+        ({"llama.vocab_size": 259}, "llama.vocab_size 259 differs from the 260 rows of token_embd.weight"),
     ],
 )
 def test_what_would_change_the_arithmetic_is_refused_by_name(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from batchllm.errors import ModelError
@@ -34,7 +35,8 @@ def rebuilt(
         } | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
         path = tmp_path / "tiny.gguf"
         model = tiny_model("llama2")
-        write_gguf(path, model, metadata=metadata | {"llama.vocab_size": len(tokens)})
+        rows = {"token_embd.weight": np.zeros((len(tokens), 64), np.float32)}
+        write_gguf(path, model, metadata=metadata | {"llama.vocab_size": len(tokens)}, tensors=rows)
         return load_tokenizer(ModelSource(kind="gguf", path=path, name="tiny"))
 
     return build

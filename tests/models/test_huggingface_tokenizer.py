@@ -196,6 +196,48 @@ def test_a_model_whose_bytes_are_not_known_is_refused_by_name(tmp_path: Path) ->
         load_tokenizer(folder_with(tmp_path, pipeline))
 
 
+def with_id(token_id: int) -> tokenizers.Tokenizer:
+    description = json.loads(byte_level().to_str())
+    description["model"]["vocab"]["far"] = token_id
+    return tokenizers.Tokenizer.from_str(json.dumps(description))
+
+
+def with_special(*texts: str) -> tokenizers.Tokenizer:
+    pipeline = byte_level()
+    pipeline.add_special_tokens([AddedToken(text, normalized=False) for text in texts])
+    return pipeline
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "message"),
+    [
+        (
+            lambda: with_id(1 << 22),
+            {},
+            "token id 4194304 would make a vocabulary of 4194305; at most 4194304 are taken",
+        ),
+        (byte_level, {"vocab_size": (1 << 31) - 1}, "vocab_size is 2147483647; 1 to 4194304 are taken"),
+        (lambda: with_special("x" * 257), {}, "special token 'x{30}'… has 257 characters; at most 256 are taken"),
+        (
+            lambda: with_special(*(f"{number:0250}" for number in range(1100))),
+            {},
+            "1102 special tokens of 275014 characters are too many",
+        ),
+    ],
+)
+def test_small_files_that_ask_for_all_memory_are_refused(
+    make: Callable[[], tokenizers.Tokenizer], config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_tokenizer(folder_with(tmp_path, make(), config=config))
+
+
+def test_the_longest_special_token_is_taken(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder_with(tmp_path, with_special("x" * 256)))
+    (ids,) = tokenizer.encode_batch(["a" + "x" * 256])
+    assert ids[1:].tolist() == [tokenizer.special_tokens["x" * 256]]
+
+
 def test_an_eos_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="EOS id 300 lies outside the vocabulary of 300"):
         load_tokenizer(folder_with(tmp_path, byte_level(), config={"eos_token_id": 300}))

@@ -79,6 +79,8 @@ def test_a_hub_id_is_fetched_as_data_files_only(
     said: list[str] = []
     found = resolve_model("owner/name", base_folder=tmp_path, say=said.append)
     assert (found.kind, found.path, found.name) == ("huggingface", source.path, "owner/name")
+    # What a tokenizer's special tokens are may stand in there alone.
+    assert "special_tokens_map.json" in asked["allow_patterns"]
     assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in asked["allow_patterns"])
     assert said == ["looking up owner/name on the Hugging Face hub"]
 

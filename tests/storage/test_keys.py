@@ -4,13 +4,22 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from batchllm.storage.keys import KeyScope, block_key, chain_keys, root_key
+from batchllm.storage.keys import KeyScope, block_key, root_key
 
 SCOPE = KeyScope(model=b"weights", layout="block-major", dtype="bf16", namespace="")
+
+
+def chain_keys(scope: KeyScope, token_ids: Sequence[int] | np.ndarray, *, block_size: int) -> list[bytes]:
+    """Keys of the full blocks of a token sequence, in order."""
+    keys = [root_key(scope)]
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        keys.append(block_key(keys[-1], token_ids[start : start + block_size]))
+    return keys[1:]
 
 
 def test_each_part_of_the_scope_changes_the_key() -> None:
@@ -75,7 +84,7 @@ def test_a_parent_that_is_no_key_is_refused() -> None:
 def test_keys_are_equal_in_processes_with_different_hash_seeds() -> None:
     program = (
         "from batchllm.storage.keys import *\n"
-        "print(chain_keys(KeyScope(model=b'w', layout='l', dtype='d'), [1, 2, 3], block_size=3)[0].hex())"
+        "print(block_key(root_key(KeyScope(model=b'w', layout='l', dtype='d')), [1, 2, 3]).hex())"
     )
     outputs = {
         subprocess.run(

@@ -73,8 +73,11 @@ OTHER_RUN = """
 import sys
 from pathlib import Path
 from batchllm.storage.disk import DiskOptions, DiskTier
-from batchllm.storage.keys import KeyScope, chain_keys
-keys = chain_keys(KeyScope(model=b"m", layout="l", dtype="d"), list(range(12)), block_size=4)
+from batchllm.storage.keys import KeyScope, block_key, root_key
+keys = [root_key(KeyScope(model=b"m", layout="l", dtype="d"))]
+for start in (0, 4, 8):
+    keys.append(block_key(keys[-1], list(range(start, start + 4))))
+keys = keys[1:]
 tier = DiskTier(Path(sys.argv[1]), fingerprint=bytes(range(32)), block_bytes=6_000, num_slots=8,
                 options=DiskOptions(persist=True))
 print(sum(map(tier.contains, keys)))
