@@ -61,6 +61,23 @@ def cache_path(folder: Path, *, fingerprint: bytes, block_bytes: int) -> Path:
     return folder / f"{stem}{SUFFIX}"
 
 
+@dataclass(frozen=True, slots=True)
+class KeptFile:
+    """What a kept file is before it is opened: slots that it has, and bytes that it takes of its file system."""
+
+    num_slots: int
+    num_bytes: int
+
+
+def kept_file(folder: Path, *, fingerprint: bytes, block_bytes: int) -> KeptFile:
+    """Of the kept file of this name; nothing where there is none. Raises OSError."""
+    try:
+        status = os.stat(cache_path(folder, fingerprint=fingerprint, block_bytes=block_bytes))
+    except FileNotFoundError:
+        return KeptFile(0, 0)
+    return KeptFile(max(0, status.st_size - PAGE_BYTES) // frame_stride(block_bytes), status.st_blocks * 512)
+
+
 def read_superblock(file_descriptor: int) -> Superblock | None:
     """None where the first page is not a superblock that checks out."""
     page = os.pread(file_descriptor, PAGE_BYTES, 0)
@@ -75,8 +92,8 @@ def read_superblock(file_descriptor: int) -> Superblock | None:
 def open_store_file(
     folder: Path, *, fingerprint: bytes, block_bytes: int, num_slots: int, persist: bool, direct: bool = True
 ) -> StoreFile:
-    """Open or make the file with room for `num_slots` blocks, or for as many as the file system can hold with 5 % to
-    spare.
+    """Open or make the file with room for `num_slots` blocks, or for as many as the file system can hold with 5 % of
+    what is free, or the file's already, to spare.
 
     Raises StorageError where the folder cannot be written at all.
     """
@@ -173,8 +190,10 @@ def _make_room(file_descriptor: int, *, num_slots: int, stride: int, notes: list
     """Set the file's length and reserve its blocks; the number of slots that got room."""
     size = os.fstat(file_descriptor)
     space = os.fstatvfs(file_descriptor)
-    free_bytes = int(space.f_bavail * space.f_frsize * (1 - _FREE_SPACE_KEPT)) + size.st_blocks * 512
-    num_fitting = max(0, (free_bytes - PAGE_BYTES) // stride)
+    # A share of the free space alone would leave less each time that a kept file is opened.
+    own_bytes = size.st_blocks * 512
+    most_bytes = int((space.f_bavail * space.f_frsize + own_bytes) * (1 - _FREE_SPACE_KEPT))
+    num_fitting = max(0, (most_bytes - PAGE_BYTES) // stride)
     if num_fitting < num_slots:
         notes.append(f"room for {num_fitting} of {num_slots} blocks")
         num_slots = num_fitting

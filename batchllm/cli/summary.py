@@ -24,7 +24,8 @@ def summary_text(summary: RunSummary) -> str:
         shared = summary.cached_prompt_tokens / summary.prompt_tokens if summary.prompt_tokens else 0.0
         lines += [
             f"  prompt      {summary.prompt_tokens:,} tokens: {summary.computed_prompt_tokens:,} computed, "
-            f"{summary.cached_prompt_tokens:,} shared ({shared:.1%}); {summary.unique_prompt_tokens:,} are distinct",
+            f"{summary.cached_prompt_tokens:,} were there already ({shared:.1%}); "
+            f"the batch has {summary.unique_prompt_tokens:,} distinct ones",
             f"  output      {summary.completion_tokens:,} tokens, {summary.output_tokens_per_s:,.0f} tok/s",
             f"  KV memory   peak {summary.kv_peak_share:.0%}, {summary.kv_waste_share:.1%} never filled, "
             f"{summary.preemptions} preemptions ({summary.recomputed_tokens:,} tokens computed again)",

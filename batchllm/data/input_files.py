@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from batchllm.data.places import place_mistake
 from batchllm.errors import InputError
 
 TableKind = Literal["Parquet", "CSV", "JSON lines"]
@@ -24,8 +25,18 @@ def table_kind(path: Path) -> TableKind:
 def find_files(path: str) -> tuple[Path, ...]:
     """A file, a glob (`**` descends) or a folder's Parquet files, sorted by name; hidden and `_` files are skipped.
 
-    Raises InputError when there is none, or where the glob or the folder has tables of several kinds: one of them would go unread.
+    Raises InputError when there is none, where a name is not Unicode, or where the glob or the folder has tables of several kinds: one of
+    them would go unread.
     """
+    found = _find(path)
+    for file in found:
+        mistake = place_mistake(str(file))
+        if mistake is not None:
+            raise InputError(f"input.path: {path}: the name of {os.fsencode(file)!r} {mistake}")
+    return found
+
+
+def _find(path: str) -> tuple[Path, ...]:
     place = Path(path)
     if place.is_file():
         return (place,)

@@ -85,7 +85,7 @@ def build_report(output: Path, *, run_id: str | None = None, warn: Callable[[str
         return Report(
             run=run,
             name=str(run.summary.get("name", "")),
-            figures=_figures(connection),
+            figures=_figures(connection) | {"reuse_ceiling": _reuse_ceiling(run)},
             curve=_curve(connection),
             tiers=_rows(connection, _TIERS),
             phases=_rows(connection, _PHASES),
@@ -106,7 +106,6 @@ _THIS = "run_id = getvariable('run')"
 _FIGURES = f"""
 SELECT runs.* EXCLUDE (name, output),
        cached_prompt_tokens / nullif(prompt_tokens, 0) AS reuse_share,
-       1 - unique_prompt_tokens / nullif(prompt_tokens, 0) AS reuse_ceiling,
        CAST(roofline ->> 'share' AS DOUBLE) AS roofline_share, CAST(roofline ->> 'least_s' AS DOUBLE) AS least_s,
        answered.*, stepped.*
 FROM runs,
@@ -221,6 +220,17 @@ def _shared_runs(run: RecordedRun) -> Rows:
     """The runs of tokens that saved most, of all stages."""
     found = [node for plan in _plans(run) for node in (plan.get("explanation") or {}).get("biggest_nodes", [])]
     return sorted(found, key=lambda node: -int(node.get("tokens_saved", 0)))[:NUM_SHARED_RUNS]
+
+
+def _reuse_ceiling(run: RecordedRun) -> float | None:
+    """The share of the prompt tokens that the plans of all stages need not compute; None where no plan says so. Of the whole batch: a run that
+    was stopped has seen some of it.
+    """
+    explanations = [plan.get("explanation") or {} for plan in _plans(run)]
+    counts = [tuple(facts.get(name) for name in ("prompt_tokens", "unique_prompt_tokens")) for facts in explanations]
+    known = [(tokens, unique) for tokens, unique in counts if isinstance(tokens, int) and isinstance(unique, int)]
+    total = sum(tokens for tokens, _ in known)
+    return 1 - sum(unique for _, unique in known) / total if total > 0 else None
 
 
 def _block_bytes(run: RecordedRun) -> int:

@@ -24,7 +24,7 @@ def report_text(report: Report) -> str:
     lines += [
         f"  rows        {number(figures['rows_answered'])} answered, {number(figures['rows_with_error'])} with errors",
         f"  prompt      {number(figures['prompt_tokens'])} tokens, {number(figures['computed_prompt_tokens'])} computed, "
-        f"{share(figures['reuse_share'])} shared of at most {share(figures['reuse_ceiling'])}",
+        f"{share(figures['reuse_share'])} were there already (prompts of the whole batch share {share(figures['reuse_ceiling'])})",
         f"  output      {number(figures['completion_tokens'])} tokens, {number(figures['output_tokens_per_s'])} tok/s",
         f"  time        {duration(figures['wall_s'])}, {duration(figures['steps_s'])} in {number(figures['num_steps'])} steps",
         f"  KV memory   peak {share(figures['kv_peak_share'])}, {number(figures['preemptions'])} preemptions",

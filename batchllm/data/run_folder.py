@@ -163,7 +163,9 @@ def _num_rows(columns: Mapping[str, Any]) -> int:
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(dict(value), default=str, ensure_ascii=False, indent=1, allow_nan=False).encode()
+    text = json.dumps(dict(value), default=str, ensure_ascii=False, indent=1, allow_nan=False)
+    # A command line may hold what is no Unicode: the record says which bytes.
+    return text.encode("utf-8", "backslashreplace")
 
 
 def _now() -> str:

@@ -47,10 +47,10 @@ class StepLog:
 class RunMetrics:
     """Totals of one run of the engine.
 
-    `prompt_tokens` of sequences admitted so far, of which `cached_prompt_tokens` were found in the pool.
+    `prompt_tokens` of sequences admitted so far, of which `cached_prompt_tokens` were not computed for them.
     `generated_tokens` so far, of which `completion_tokens` belong to finished rows, and `forced_tokens` were not sampled.
     `computed_prompt_tokens` counts every prefill row, work repeated after a preemption (`recomputed_tokens`) included.
-    `drafted_tokens` were guessed, and `accepted_tokens` of them were what the model says. `restored_tokens` came back from a tier instead.
+    `drafted_tokens` were guessed, and `accepted_tokens` of them were what the model says. `restored_tokens` came back from a tier.
     `num_unfilled_slots` of `num_allocated_slots` token slots were given back without ever holding a token.
     `schedule_s`, `model_s` and `sample_s` are the parts of the steps; the device may still compute while the host samples.
     """
@@ -80,13 +80,14 @@ class RunMetrics:
     step_log: StepLog = field(default_factory=StepLog)
 
     def plus(self, other: RunMetrics) -> RunMetrics:
-        """The totals of both, one after the other: sums, and of the pool and the wall clock the larger."""
+        """The totals of both, one after the other: sums, of the wall clock the larger, and the pool of the one that filled its own more."""
         total = RunMetrics()
         for item in fields(self):
             ours, theirs = getattr(self, item.name), getattr(other, item.name)
             if item.name != "step_log":
-                is_level = item.name in ("peak_used_blocks", "num_blocks", "wall_s")
-                setattr(total, item.name, max(ours, theirs) if is_level else ours + theirs)
+                setattr(total, item.name, max(ours, theirs) if item.name == "wall_s" else ours + theirs)
+        fuller = max(self, other, key=lambda metrics: metrics.peak_used_blocks / max(metrics.num_blocks, 1))
+        total.peak_used_blocks, total.num_blocks = fuller.peak_used_blocks, fuller.num_blocks
         for name, column in total.step_log.columns.items():
             column.extend(self.step_log.columns[name])
             column.extend(other.step_log.columns[name])

@@ -189,7 +189,8 @@ class Offload:
         """A preempted sequence's own KV: `tokens` are those computed, `blocks` all its blocks. What nodes own is theirs to save."""
         size = self._block_size
         first = (int(self._tree.end[path[-1]]) if path else 0) // size
-        if not self._pays(num_blocks_for(tokens.size, size) - first):
+        # It may have computed less than it shares.
+        if tokens.size <= first * size or not self._pays(num_blocks_for(tokens.size, size) - first):
             return
         keys = self._keys(path, tokens, tokens.size)
         for number in range(first, tokens.size // size):

@@ -191,7 +191,7 @@ class Scheduler:
         while True:
             running = table.running
             decoding = running[self._is_decoding(running)]
-            decoding = decoding[np.cumsum(1 + table.num_forced[decoding]) <= self.config.max_step_tokens]
+            decoding = self._earliest(decoding)
             lacking = np.maximum(-(-table.num_tokens[decoding] // size) - table.num_blocks[decoding], 0)
             num_lacking = int(lacking.sum())
             if num_lacking <= self.pool.num_free:
@@ -199,9 +199,20 @@ class Scheduler:
             self.residency.evict(num_lacking, keep=set(), position=self._admission.next_position)
             if num_lacking <= self.pool.num_free:
                 break
-            victim = int(running[~table.is_restoring[running]][-1])
+            candidates = running[~table.is_restoring[running]]
+            victim = int(candidates[table.position[candidates].argmax()])
             step.preempted.append(victim)
             self.preempt(victim)
         if num_lacking:
             table.append_blocks_each(decoding, lacking, self.holdings.allocate(num_lacking))
         return decoding
+
+    def _earliest(self, decoding: np.ndarray) -> np.ndarray:
+        """Of these slots those that come first in the plan, as many as the budget takes, in the order that they are given in."""
+        table = self.table
+        num_rows = 1 + table.num_forced[decoding]
+        if int(num_rows.sum()) <= self.config.max_step_tokens:
+            return decoding
+        first = np.argsort(table.position[decoding])
+        fits = np.cumsum(num_rows[first]) <= self.config.max_step_tokens
+        return decoding[np.sort(first[fits])]

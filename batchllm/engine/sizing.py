@@ -94,13 +94,21 @@ def _widest_blocks(plan: Plan, max_sequences: int, max_context: int, block_size:
 
     What neighbours share counts once. Two blocks a sequence are added for those that are partly filled or kept for copying.
     """
-    own = plan.prompt_tokens.astype(np.int64) - plan.shared_tokens
-    lengths = np.minimum(plan.prompt_tokens + plan.decode_tokens, max_context) - plan.prompt_tokens + own
-    sums = np.concatenate([[0], np.cumsum(lengths)])
+    lengths = np.minimum(plan.prompt_tokens.astype(np.int64) + plan.decode_tokens, max_context)
     width = min(max_sequences, lengths.size)
-    widest = int((sums[width:] - sums[:-width]).max(initial=0)) if width else 0
-    longest = int(np.minimum(plan.prompt_tokens + plan.decode_tokens, max_context).max(initial=1))
-    return num_blocks_for(widest + longest, block_size) + 2 * width + 1
+    widest = _widest_window(lengths - plan.shared_tokens, width)
+    if not np.array_equal(plan.tree_position, np.arange(plan.num_prompts)):
+        # What a row shares is counted with another one, which may be far off: at most all that is shared is there beside them, and at most
+        # all of each.
+        num_shared = int((plan.tree.end.astype(np.int64) - plan.tree.start).sum())
+        widest = min(widest + num_shared, _widest_window(lengths, width))
+    return num_blocks_for(widest + int(lengths.max(initial=1)), block_size) + 2 * width + 1
+
+
+def _widest_window(lengths: np.ndarray, width: int) -> int:
+    """The largest sum of `width` neighbours."""
+    sums = np.concatenate([[0], np.cumsum(lengths)])
+    return int((sums[width:] - sums[:-width]).max(initial=0)) if width else 0
 
 
 def least_tokens(plan: Plan, config: EngineConfig, *, lengths_are_certain: bool) -> int:

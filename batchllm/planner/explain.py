@@ -141,10 +141,12 @@ def biggest_nodes(
     """The nodes that save most tokens: each of their prompts but the first finds them computed."""
     tree = plan.tree
     saved = (tree.end - tree.start) * (tree.last - tree.first - 1)
+    position = np.empty_like(plan.tree_position)  # by place in the tree's order
+    position[plan.tree_position] = np.arange(plan.num_prompts)
     runs = []
     for node in np.argsort(-saved, kind="stable")[:NUM_BIGGEST_NODES].tolist():
         start, end = int(tree.start[node]), int(tree.end[node])
-        tokens = store.tokens(int(plan.order[tree.first[node]]))[start : min(end, start + TEXT_TOKENS)]
+        tokens = store.tokens(int(plan.order[position[tree.first[node]]]))[start : min(end, start + TEXT_TOKENS)]
         runs.append(
             SharedRun(
                 start=start,
