@@ -45,6 +45,7 @@ from batchllm.run_record import EngineFacts, device_for, dtype_name, existing_fo
 from batchllm.run_stages import RunStages, Stage
 from batchllm.storage.cost import measure_copy, measure_disk
 from batchllm.storage.errors import StorageError
+from batchllm.storage.store_file import KeptFile
 
 ADVICE_ROWS = 4000
 """Rows that are rendered again for each other order of the template."""
@@ -278,9 +279,9 @@ class Planner:
             spaces.append(TierSpace(name="host", capacity_bytes=num_slots * block_bytes, bytes_per_s=rate))
         if kv.disk is not None:
             folder = existing_folder(Path(kv.disk.path))
-            num_slots = disk_slots(
-                kv.disk.size, folder=folder, block_bytes=block_bytes, most_blocks=most, persist=kv.persist
-            )
+            # Whether a kept file is there already only the run finds out.
+            kept = KeptFile(0, 0) if kv.persist else None
+            num_slots = disk_slots(kv.disk.size, folder=folder, block_bytes=block_bytes, most_blocks=most, kept=kept)
             try:
                 rate = min(measure_disk(folder, block_bytes=block_bytes))
             except StorageError as error:

@@ -100,7 +100,9 @@ def _make_host(request: TierRequest, *, block_bytes: int, most_blocks: int) -> H
         return HostTier(num_slots=num_slots, block_bytes=block_bytes, num_spare=num_spare)
     except (OSError, OverflowError):
         num_bytes = (num_slots + num_spare) * block_bytes
-        raise JobError(f"engine.kv.host: the system does not give {num_bytes:,} bytes of memory; ask for less") from None
+        raise JobError(
+            f"engine.kv.host: the system does not give {num_bytes:,} bytes of memory; ask for less"
+        ) from None
 
 
 def _make_folder(folder: Path) -> None:

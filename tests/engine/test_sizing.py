@@ -69,3 +69,21 @@ def test_memory_is_found_for_what_all_rows_hold_at_once(
     plan = make_plan(list_prompts([[1, 2, 3], [4, 5]], sampling), prefix_sharing=True)
     config = EngineConfig(block_size=4, num_blocks=8, max_step_tokens=step_tokens, max_sequences=sequences)
     assert least_tokens(plan, config, lengths_are_certain=is_certain) == tokens
+
+
+def test_a_pool_for_rows_in_their_own_order_has_room_for_documents_that_lie_apart(list_prompts: Any) -> None:
+    documents = [[100 + number] * 100 for number in range(10)]
+    prompts = [documents[row % 10] + [row] for row in range(40)]
+    plan = make_plan(list_prompts(prompts, [SamplingParams(max_tokens=4)] * 40), prefix_sharing=True, keep_order=True)
+    config = size_engine(
+        plan=plan,
+        shape=KvShape(1, 1, 8, torch.float32),
+        device=torch.device("cpu"),
+        max_context=200,
+        block_size=4,
+        max_step_tokens="auto",
+        max_sequences=10,
+        kv_bytes="auto",
+    )
+    # Ten neighbours are of ten documents: each holds its own 101 tokens and up to 4 more.
+    assert config.num_blocks * 4 >= 10 * (101 + 4)

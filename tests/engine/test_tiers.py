@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -226,3 +227,31 @@ def test_a_disk_tier_takes_no_more_room_than_the_batch_has_blocks_unless_it_is_k
         assert engine.mover is not None and engine.mover.store.disk is not None
         assert engine.mover.store.disk.num_slots == num_slots
         engine.close()
+
+
+def test_a_kept_disk_tier_of_automatic_size_does_not_shrink_for_a_small_batch(tmp_path: Path) -> None:
+    disk = DiskRequest(folder=tmp_path, size_bytes="auto", max_age_s=1e9)
+    kept = TierRequest(host_bytes=0, disk=disk, policy="next-use", persist=True)
+    scope = KeyScope(model=b"model", layout="test", dtype="float32")
+
+    def num_slots(most: int) -> int:
+        tiers = open_tiers(kept, scope=scope, block_bytes=BLOCK_BYTES, block_size=4, most_blocks=most)
+        assert tiers is not None and tiers.store.disk is not None
+        slots = tiers.store.disk.num_slots
+        tiers.store.close()
+        return slots
+
+    assert [num_slots(50), num_slots(3), num_slots(60)] == [50, 50, 60]
+
+
+def test_more_host_memory_than_there_is_is_refused_by_key_and_leaves_no_file_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(JobError, match=r"engine\.kv\.host: the system does not give [0-9,]+ bytes of memory"):
+        open_tiers(
+            request(tmp_path, host=1 << 62, disk=8 * BLOCK_BYTES, persist=True),
+            scope=KeyScope(model=b"model", layout="test", dtype="float32"),
+            block_bytes=BLOCK_BYTES,
+            block_size=4,
+            most_blocks=1 << 50,
+        )
+    assert len(os.listdir("/proc/self/fd")) == before

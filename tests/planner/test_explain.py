@@ -148,3 +148,13 @@ def test_tokens_that_a_grammar_forces_take_no_steps(stage_prompts: Callable[...,
     )
     assert forced.expected_decode_tokens == 80
     assert forced.num_steps == pytest.approx(5, abs=1)
+
+
+def test_the_biggest_nodes_show_their_own_text_whatever_the_order_of_the_plan(
+    stage_prompts: Callable[..., Any],
+) -> None:
+    documents = [[ord(letter)] * (30 + 10 * number) for number, letter in enumerate("cab")]
+    store = stage_prompts([documents[row % 3] + [200 + row] for row in range(9)], [4] * 9)
+    plan = make_plan(store, prefix_sharing=True, keep_order=True)
+    nodes = biggest_nodes(plan, store, decode_text=spell)
+    assert [(node.text, node.num_prompts) for node in nodes] == [("b" * 48, 3), ("a" * 40, 3), ("c" * 30, 3)]

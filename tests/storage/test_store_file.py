@@ -339,3 +339,23 @@ def test_a_file_removed_between_open_and_lock_is_not_used(tmp_path: Path, monkey
     tier = open_tier(tmp_path)
     assert num_calls == 2 and path.exists()
     tier.close()
+
+
+def test_a_kept_file_leaves_the_same_room_to_spare_each_time_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stride, disk_bytes = frame_stride(BLOCK_BYTES), 100 * frame_stride(BLOCK_BYTES)
+
+    class Space:
+        f_frsize = 1
+
+        def __init__(self, file_descriptor: int) -> None:
+            self.f_bavail = disk_bytes - os.fstat(file_descriptor).st_blocks * 512
+
+    monkeypatch.setattr(store_file.os, "fstatvfs", Space)
+    sizes = []
+    for _ in range(3):
+        tier = open_tier(tmp_path, num_slots=1_000)
+        sizes.append(tier.num_slots)
+        tier.close()
+    assert sizes == [(disk_bytes * 95 // 100 - PAGE_BYTES) // stride] * 3
