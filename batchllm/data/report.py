@@ -218,8 +218,19 @@ def _plans(run: RecordedRun) -> list[dict[str, Any]]:
 
 def _shared_runs(run: RecordedRun) -> Rows:
     """The runs of tokens that saved most, of all stages."""
-    found = [node for plan in _plans(run) for node in (plan.get("explanation") or {}).get("biggest_nodes", [])]
-    return sorted(found, key=lambda node: -int(node.get("tokens_saved", 0)))[:NUM_SHARED_RUNS]
+    found = [node for plan in _plans(run) for node in _nodes((plan.get("explanation") or {}).get("biggest_nodes"))]
+    return sorted(found, key=lambda node: -int(node["tokens_saved"]))[:NUM_SHARED_RUNS]
+
+
+def _nodes(values: object) -> Rows:
+    """Those that can be shown: a file may be damaged."""
+    whole = ("start", "end", "num_prompts", "tokens_saved")
+    nodes = [node for node in values if isinstance(node, dict)] if isinstance(values, list) else []
+    return [
+        node
+        for node in nodes
+        if all(type(node.get(name)) is int for name in whole) and isinstance(node.get("text"), str)
+    ]
 
 
 def _reuse_ceiling(run: RecordedRun) -> float | None:

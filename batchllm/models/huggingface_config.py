@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def huggingface_config(folder: Path) -> ModelConfig:
 
 def _refuse_unknown(raw: dict[str, Any], path: Path) -> None:
     architecture = raw.get("model_type")
-    if architecture not in _CLASSES:
+    if not isinstance(architecture, str) or architecture not in _CLASSES:
         raise ModelError(f"{path}: model_type {architecture!r} is not supported; known: {', '.join(_CLASSES)}")
     classes = raw.get("architectures")
     if classes and classes != [_CLASSES[architecture]]:
@@ -122,9 +123,9 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
 
 def _window(raw: dict[str, Any], path: Path) -> int | None:
     """The sliding window where one is in force. Qwen2 names a window that `use_sliding_window` then switches off."""
-    kinds = set(raw.get("layer_types") or ["full_attention"])
-    if kinds - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"{path}: layer_types {sorted(kinds)} is not supported")
+    kinds = raw.get("layer_types") or ["full_attention"]
+    if not isinstance(kinds, list) or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+        raise ModelError(f"{path}: layer_types {str(kinds)[:60]} is not supported")
     if raw["model_type"] == "qwen2":
         in_force = bool(raw.get("use_sliding_window", False))
     else:
@@ -149,7 +150,13 @@ def _number(raw: dict[str, Any], key: str, path: Path, *, default: float | None 
         value = default
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ModelError(f"{path}: {key} is {value!r}, a number is needed")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ModelError(f"{path}: {key} is {str(value)[:60]}, a finite number is needed")
+    return number
 
 
 def _ids(raw: dict[str, Any], key: str, path: Path) -> frozenset[int]:

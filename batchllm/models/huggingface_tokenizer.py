@@ -70,8 +70,8 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     if template is None:
         template = read_optional_json(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
+        named = [item for item in template if isinstance(item, dict) and item.get("name") == "default"]
+        template = named[-1].get("template") if named else None
     if template is not None and not isinstance(template, str):
         raise ModelError(f"{folder}: chat_template is a {type(template).__name__}, a text is needed")
     return template

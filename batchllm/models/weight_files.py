@@ -26,10 +26,9 @@ def weight_files(folder: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index}: weight_map is missing or empty")
-    names = set(weight_map.values())
-    for name in names:
+    for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
         if not (folder / name).is_file():
             raise ModelError(f"{folder}: {name} is missing, which {index.name} names")
-    return [folder / name for name in sorted(names)]
+    return [folder / name for name in sorted(set(weight_map.values()))]
