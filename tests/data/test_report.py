@@ -80,7 +80,11 @@ def write_run(output: Path, *, run_id: str, tokens_per_s: float, seed: int) -> N
     }
     shared = {"start": 0, "end": 90, "num_prompts": NUM_ROWS, "tokens_saved": 900_000, "text": HOSTILE}
     # The plan is of all rows, of which a run may have computed some.
-    explanation = {"biggest_nodes": [1, {"start": 0}, shared], "prompt_tokens": 8_000_000, "unique_prompt_tokens": 2_000_000}
+    explanation = {
+        "biggest_nodes": [1, {"start": 0}, shared],
+        "prompt_tokens": 8_000_000,
+        "unique_prompt_tokens": 2_000_000,
+    }
     record = RunRecord(
         plan={"plans": [{"explanation": explanation, "engine": {"block_bytes": 1 << 20}}]},
         steps=steps,

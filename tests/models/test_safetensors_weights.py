@@ -49,7 +49,9 @@ def test_a_sharded_folder_gives_the_same_tensors(save_tiny: Callable[..., Any]) 
     assert torch.equal(weights.read("embed", torch.float32), model.state_dict()["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("shard", ["../model-x.safetensors", "/etc/passwd", "gone.safetensors", "pytorch_model.bin", 7, ["x"]])
+@pytest.mark.parametrize(
+    "shard", ["../model-x.safetensors", "/etc/passwd", "gone.safetensors", "pytorch_model.bin", 7, ["x"]]
+)
 def test_an_index_that_points_elsewhere_or_at_nothing_is_refused(shard: Any, save_tiny: Callable[..., Any]) -> None:
     _, source = save_tiny("llama2", max_shard_size="100KB")
     index = source.path / "model.safetensors.index.json"
