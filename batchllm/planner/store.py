@@ -72,7 +72,7 @@ class PromptStore:
         self.num_tokens += len(tokens)
 
     def finish(self) -> None:
-        """Ends appending: the arrays are complete and saved beside the tokens."""
+        """Ends appending: the arrays are complete."""
         columns = list(zip(*self._batches, strict=True)) if self._batches else [(), (), ()]
         self.row_index = np.concatenate([*columns[0], self.row_index])
         self.length = np.concatenate([*columns[1], self.length])
@@ -80,14 +80,6 @@ class PromptStore:
         self.offset = np.cumsum(self.length, dtype=np.int64) - self.length
         self._batches = []
         self._repeat_samples()
-        for name, array in (
-            ("row_index", self.row_index),
-            ("sample_index", self.sample_index),
-            ("offset", self.offset),
-            ("length", self.length),
-            ("sampling_id", self.sampling_id),
-        ):
-            np.save(self.folder / f"{name}.npy", array)
 
     def _repeat_samples(self) -> None:
         num_samples = np.array([params.n for params in self.sampling], dtype=np.int64)[self.sampling_id]
