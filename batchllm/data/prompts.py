@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,10 +119,10 @@ def stage_prompts(
                     tokenizer=tokenizer,
                     vocab_size=vocab_size,
                 )
-            places = _request_lines(batch) if input.holds_requests else [""] * batch.num_rows
-            for place in sorted(errors):
-                if todo[place]:
-                    yield RowError(int(rows[place]), f"row {rows[place]}: {places[place]}{errors[place]}")
+            wrong = [place for place in sorted(errors) if todo[place]]
+            lines = _request_lines(batch, wrong) if input.holds_requests else [""] * len(wrong)
+            for place, line in zip(wrong, lines, strict=True):
+                yield RowError(int(rows[place]), f"row {rows[place]}: {line}{errors[place]}")
         staging.store.finish()
     except OSError as error:
         raise OutputError(f"{staging.store.folder}: prompts cannot be staged: {error.strerror or error}") from None
@@ -145,9 +145,11 @@ def _stage_carried(batch: pa.RecordBatch, *, input: Input, kept: KeptRows) -> di
     return errors
 
 
-def _request_lines(batch: pa.RecordBatch) -> list[str]:
-    """What an error of each request begins with: its line in the file, which the request's own errors have already."""
-    lines, own = batch.column("request_line").to_pylist(), batch.column(ERROR_COLUMN).to_pylist()
+def _request_lines(batch: pa.RecordBatch, places: Sequence[int]) -> list[str]:
+    """What an error of each of these requests begins with: its line in the file, which the request's own errors have already."""
+    lines, own = (
+        batch.column(name).take(pa.array(places, pa.int64())).to_pylist() for name in ("request_line", ERROR_COLUMN)
+    )
     return ["" if error is not None else f"line {line}: " for line, error in zip(lines, own, strict=True)]
 
 

@@ -219,7 +219,7 @@ def _plans(run: RecordedRun) -> list[dict[str, Any]]:
 def _shared_runs(run: RecordedRun) -> Rows:
     """The runs of tokens that saved most, of all stages."""
     found = [node for plan in _plans(run) for node in _nodes((plan.get("explanation") or {}).get("biggest_nodes"))]
-    return sorted(found, key=lambda node: -int(node["tokens_saved"]))[:NUM_SHARED_RUNS]
+    return sorted(found, key=lambda node: -node["tokens_saved"])[:NUM_SHARED_RUNS]
 
 
 def _nodes(values: object) -> Rows:

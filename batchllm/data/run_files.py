@@ -95,10 +95,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def summary_mistake(summary: Mapping[str, Any] | None) -> str | None:
-    """What keeps the content of a summary from being a row of `runs`."""
+def summary_mistake(summary: Mapping[str, Any] | None, *, run_id: str) -> str | None:
+    """What keeps the content of a summary from being the row of `runs` of the run `run_id`, which is the name of its folder."""
     if summary is None:
         return "is no JSON object"
+    if summary.get("run_id") != run_id:
+        return "is not of the run that its folder is named after"
     for name in ("name", "status", "started"):
         if not isinstance(summary.get(name), str):
             return f"has no {name}"

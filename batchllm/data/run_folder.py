@@ -124,7 +124,7 @@ class RecordedRun:
 
 
 def recorded_runs(output: Path) -> list[RecordedRun]:
-    """The runs that an output folder records, oldest first. A folder without a summary, or with another one's, is none; a broken file is skipped."""
+    """The runs that an output folder records, oldest first. A folder without a summary is none; a broken file, or one of another run, is skipped."""
     folder = output / RUNS_FOLDER
     try:
         names = sorted(os.listdir(folder))
@@ -136,8 +136,7 @@ def recorded_runs(output: Path) -> list[RecordedRun]:
     for name in names:
         path = folder / name
         summary = read_json(path / SUMMARY_FILE)
-        # A copy under another name would be a second run of one name.
-        if summary is not None and summary_mistake(summary) is None and summary.get("run_id", name) == name:
+        if summary is not None and summary_mistake(summary, run_id=name) is None:
             files = {key: read_json(path / f"{key}.json") for key in ("versions", "plan", "rates")}
             runs.append(RecordedRun(path=path, summary=summary, **files))
     return runs

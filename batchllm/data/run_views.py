@@ -36,7 +36,7 @@ def run_view_statements(folder: Path, *, warn: Callable[[str], None]) -> list[st
                 warn(f"{path}: left out, for it {reason}")
         return found
 
-    summaries = whole(SUMMARY_FILE, lambda path: summary_mistake(read_json(path)))
+    summaries = whole(SUMMARY_FILE, lambda path: summary_mistake(read_json(path), run_id=path.parent.name))
     steps = whole(STEPS_FILE, lambda path: log_mistake(path, STEP_COLUMNS))
     tiers = whole(TIERS_FILE, lambda path: log_mistake(path, TIER_COLUMNS))
     columns = ", ".join(f"{name}: '{type_}'" for name, type_ in RUN_COLUMNS.items())

@@ -73,11 +73,12 @@ class VectorEngine {
     const int count = chunk.together.count;
     if (forked_) {
       int blocks = 0;
-      for (int row = 0; row < chunk.num_apart; ++row) blocks += 2 * (chunk.apart[row].count + kBlock - 1) / kBlock;
+      for (int row = 0; row < chunk.num_apart; ++row) blocks += 2 * ((chunk.apart[row].count + kBlock - 1) / kBlock);
       ahead.spread(round_up(count, 16) / 16 + blocks);
     }
     for (int start = 0; start < count; start += 16) {
-      pack_positions(chunk.together, start, start);
+      pack_keys(chunk.together, start, start);
+      pack_values(chunk.together, start, start);
       if (forked_) {
         ahead.ask_shares(1);
       } else {
@@ -187,10 +188,6 @@ class VectorEngine {
   float* key_block(int position) const { return keys_ + size_t(position / kBlock) * kBlock * head_dim_ + position % kBlock; }
 
   // 16 positions of `chunk` from `start` on, zeros behind its last, become positions from `to` on.
-  void pack_positions(const Chunk<T>& chunk, int start, int to) const {
-    pack_keys(chunk, start, to);
-    pack_values(chunk, start, to);
-  }
   void pack_keys(const Chunk<T>& chunk, int start, int to) const {
     pack_keys(chunk.keys + start, chunk.count - start < 16 ? chunk.count - start : 16, key_block(to));
   }

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from batchllm.engine.engine import Engine, EngineConfig
+from batchllm.engine.metrics import RunMetrics
 from batchllm.engine.scheduler import Speculation
 from batchllm.planner.plan import make_plan
 from batchllm.prompt import Completion, SamplingParams
@@ -184,3 +185,9 @@ def test_a_row_that_ends_inside_its_guesses_takes_nothing_of_what_follows(build:
     assert (answer.text, answer.finish_reason, len(answer.token_ids)) == ("", "stop", 4)
     assert engine.metrics.accepted_tokens == 2, "one came from the prompt, one is always the model's own"
     assert engine.metrics.completion_tokens == engine.metrics.generated_tokens == 4
+
+
+def test_the_peak_of_stages_is_that_of_the_pool_that_was_fullest() -> None:
+    full, wide = RunMetrics(peak_used_blocks=40, num_blocks=40), RunMetrics(peak_used_blocks=100, num_blocks=400)
+    for total in (full.plus(wide), wide.plus(full)):
+        assert (total.peak_used_blocks, total.num_blocks) == (40, 40)

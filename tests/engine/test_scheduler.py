@@ -528,6 +528,28 @@ def test_shared_blocks_that_left_the_pool_come_back_instead_of_being_computed(tm
     assert computed[True] < computed[False] / 2
 
 
+def test_the_last_in_the_plan_is_preempted_whatever_its_place_in_the_tree(tmp_path: Path) -> None:
+    runner = machine(
+        tmp_path,
+        [[6 - row] * 4 for row in range(3)],
+        max_new=4,
+        block_size=4,
+        budget=64,
+        sequences=3,
+        blocks=12,
+        sharing=True,
+        chunk=4,
+        keep_order=True,
+    )
+    scheduler = runner.scheduler
+    runner.step()
+    position = scheduler.table.position.copy()
+    # Each row wants a second block, and somebody else has all that are free.
+    taken = scheduler.pool.allocate(scheduler.pool.num_free)
+    assert [int(position[slot]) for slot in scheduler.schedule().preempted] == [2, 1]
+    scheduler.pool.release(taken)
+
+
 def _reliable_save(mover: SymbolicMover) -> Callable[..., bool]:
     def save(key: bytes, block: int, **_: object) -> bool:
         mover.kept[key] = mover.contents(block)
