@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A machine with an NVIDIA driver takes the CUDA build of torch that the index serves; any other the CPU build.
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 
-.PHONY: run test lint types check clean bench-peers
+.PHONY: run test test-tiles lint types check clean bench-peers
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt $(wildcard setup.py kernels/native/*.cpp kernels/native/*.h)
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +26,12 @@ run: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/batchllm models pull smollm2-135m
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
+
+# The kernels for tile units where the processor has none: the same sources over tile units in software, and what tests them.
+TILES := build/emulated_tiles
+test-tiles: $(VENV)/.installed-dev
+	CXX=$(CURDIR)/tests/kernels/emulated_tiles/compiler $(BIN)/python setup.py --quiet build --build-base $(TILES) --build-lib $(TILES)/lib
+	PYTHONPATH=$(TILES)/lib OMP_NUM_THREADS=1 $(BIN)/pytest tests/kernels -k amx -n auto
 
 # Beside other engines, each in an environment of its own outside of this folder (docs/performance.md). Needs a quiet machine.
 PEER_VENVS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/batchllm-peers

@@ -41,6 +41,9 @@ bool can_run(Path path) {
   const bool avx512 = avx2 && (states & 0xe6) == 0xe6 && (b7 & avx512_bits) == avx512_bits;
   if (path == kAvx512) return avx512;
   if (path == kAvx512Vnni) return avx512 && (c7 & (1u << 11));
+#if defined(BATCHLLM_EMULATED_TILES)  // tests/kernels/emulated_tiles
+  return avx512;
+#endif
   const bool avx512_bf16 = a1 & (1u << 5), amx_tile = d7 & (1u << 24), amx_bf16 = d7 & (1u << 22), amx_int8 = d7 & (1u << 25);
   return avx512 && avx512_bf16 && amx_tile && amx_bf16 && amx_int8 && (states & 0x60000) == 0x60000 && tiles_permitted();
 }
