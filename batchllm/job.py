@@ -110,7 +110,7 @@ class KvSection(Section):
 
 
 class EngineSection(Section):
-    """Where and how fast. None of it but `dtype`, `weights` and `kv.dtype` changes what a row says.
+    """Where and how fast. None of it but `device`, `dtype`, `weights` and `kv.dtype` changes what a row says.
 
     `speculation`: tokens that a row repeats from its own text are drafted and checked in one step; `auto` does so where it pays, a number
     is how many are drafted for each row in every step.

@@ -134,7 +134,8 @@ class AfterLastAttention(Protocol):
 class Kernels:
     """One backend's operations. Signatures and meaning: the reference functions in `kernels/`.
 
-    `kv_dtypes`: what a pool may hold instead of the activations' own dtype.
+    `kv_dtypes`: what a pool may hold instead of the activations' own dtype. `never_waits`: on a GPU no operation needs a number on the host,
+    so that steps can be captured in a graph.
     """
 
     name: str
@@ -161,6 +162,7 @@ class Kernels:
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     sample: Callable[[torch.Tensor, SamplingBatch], torch.Tensor] = sampling.sample
     kv_dtypes: frozenset[torch.dtype] = frozenset()
+    never_waits: bool = False
 
 
 REFERENCE = Kernels(
@@ -214,6 +216,7 @@ TRITON = Kernels(
     copy_blocks=blocks.copy_blocks_triton,
     sample=sampling.sample_triton,
     kv_dtypes=frozenset({FP8_DTYPE}),
+    never_waits=True,
 )
 
 
@@ -253,27 +256,48 @@ def select_kernels(device: torch.device, *, head_dim: int | None = None) -> Kern
 
     `BATCHLLM_KERNELS` names a backend; one that cannot run raises JobError.
     """
+    return _select(device, head_dim)[0]
+
+
+def why_reference(device: torch.device, *, head_dim: int) -> str:
+    """Why `select_kernels` falls back on the reference, many times slower, though nobody asked for it; empty where it does not."""
+    return _select(device, head_dim)[1]
+
+
+def _select(device: torch.device, head_dim: int | None) -> tuple[Kernels, str]:
     asked = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if asked == "reference":
-        return REFERENCE
+        return REFERENCE, ""
     if asked not in ("", "native", "triton"):
         raise JobError(f"{ENVIRONMENT_VARIABLE}={asked}: no such kernels; use native, triton or reference")
-    if asked == "triton" or (asked == "" and device.type == "cuda"):
-        if launch.can_run(device):
-            return TRITON
-        if asked == "triton":
-            reason = "needs a CUDA device" if launch.is_installed() else "needs triton installed"
-            raise JobError(f"{ENVIRONMENT_VARIABLE}=triton: {reason}; the job's device is {device}")
+    wants_triton = asked == "triton" or (asked == "" and device.type == "cuda")
     try:
-        native_or_reason = native_kernels() if device.type == "cpu" else f"not for {device.type}"
-        if head_dim is not None and (head_dim % 8 or head_dim > native_arguments.MAX_HEAD_DIM):
-            native_or_reason = f"head_dim {head_dim} is not a multiple of 8 up to {native_arguments.MAX_HEAD_DIM}"
+        chosen = _triton_or_reason(device, head_dim) if wants_triton else _native_or_reason(device, head_dim)
     except ValueError as error:
         raise JobError(
             f"{native_library.PATH_VARIABLE}={os.environ.get(native_library.PATH_VARIABLE)}: {error}"
         ) from None
-    if isinstance(native_or_reason, Kernels):
-        return native_or_reason
-    if asked == "native":
-        raise JobError(f"{ENVIRONMENT_VARIABLE}=native: {native_or_reason}")
-    return REFERENCE
+    if isinstance(chosen, Kernels):
+        return chosen, ""
+    if asked:
+        raise JobError(f"{ENVIRONMENT_VARIABLE}={asked}: {chosen}")
+    return REFERENCE, chosen
+
+
+def _triton_or_reason(device: torch.device, head_dim: int | None) -> Kernels | str:
+    if not launch.can_run(device):
+        needs = "needs a CUDA device" if launch.is_installed() else "needs triton installed"
+        return f"{needs}; the job's device is {device}"
+    tuned = attention_triton.head_dims(device)
+    if head_dim is not None and head_dim not in tuned:
+        return f"attention is tuned for head dims {', '.join(map(str, tuned))}, and the model's is {head_dim}"
+    return TRITON
+
+
+def _native_or_reason(device: torch.device, head_dim: int | None) -> Kernels | str:
+    """Raises ValueError for a path of instructions that is asked for and cannot run."""
+    if device.type != "cpu":
+        return f"not for {device.type}"
+    if head_dim is not None and (head_dim % 8 or head_dim > native_arguments.MAX_HEAD_DIM):
+        return f"head_dim {head_dim} is not a multiple of 8 up to {native_arguments.MAX_HEAD_DIM}"
+    return native_kernels()

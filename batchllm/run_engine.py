@@ -91,6 +91,8 @@ class StageRunner:
             kv_dtype=job.engine.kv.dtype,
             fingerprint=model,
         )
+        if self._load.slow_kernels:
+            observer.note(f"the reference kernels run, many times slower than others: {self._load.slow_kernels}")
         # What was imported stays: without this, each look of the collector at it takes 70 ms. Last, for `close` undoes it.
         gc.freeze()
 

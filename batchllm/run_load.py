@@ -11,14 +11,14 @@ from batchllm.engine.pool import KvShape
 from batchllm.models.decoder import Decoder, kv_dtype_for
 from batchllm.models.loading import load_decoder
 from batchllm.models.source import ModelSource, read_config
-from batchllm.ops import select_kernels
+from batchllm.ops import select_kernels, why_reference
 
 
 class DecoderLoad:
     """Owns the thread until `close`, which ends the load after the tensor that it is at, unless it is done.
 
     The thread leaves one core to the run: else torch's threads would wait for each other behind the tokenizer at every tensor.
-    `source`: what it loads. `max_context`, `vocab_size` and `kv_shape`: the model's.
+    `source`: what it loads. `max_context`, `vocab_size` and `kv_shape`: the model's. `slow_kernels`: see `why_reference`.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class DecoderLoad:
         """
         config = read_config(source)
         kernels = select_kernels(device, head_dim=config.head_dim)
+        self.slow_kernels = why_reference(device, head_dim=config.head_dim)
         kept_dtype = kv_dtype_for(kv_dtype, dtype=dtype, kernels=kernels)
         self.source = source
         self.max_context = config.max_context

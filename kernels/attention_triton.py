@@ -25,7 +25,7 @@ import torch
 from batchllm.kernels.attention import CHUNK, AttentionPlan, HeadShape
 from batchllm.kernels.floats import as_kernel_operand, product, widen
 from batchllm.kernels.launch import jit, launch, next_power_of_2, tl
-from batchllm.kernels.tuning import Config, exact_config, launch_options, num_processors
+from batchllm.kernels.tuning import Config, exact_config, launch_options, num_processors, shape_classes
 
 _LOG2_E = 1.4426950408889634
 
@@ -391,6 +391,11 @@ def merge_triton(
         },
         options={"num_warps": 4},
     )
+
+
+def head_dims(device: torch.device) -> list[int]:
+    """Head dimensions that the tuning table has for `device`, ascending."""
+    return sorted({int(name.partition("/")[2]) for name in shape_classes("attention", device)})
 
 
 def _config(dtype: torch.dtype, head_dim: int, device: torch.device) -> Config:

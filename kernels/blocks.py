@@ -38,18 +38,21 @@ def _move_blocks_kernel(
     source_stride: tl.tensor,
     target_stride: tl.tensor,
     block_elements: tl.tensor,
+    num_runs: tl.tensor,
     HAS_SOURCE_IDS: tl.constexpr,
     HAS_TARGET_IDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    number = tl.program_id(0).to(tl.int64)
+    # One axis: the others end at 65,535.
+    number = (tl.program_id(0) // num_runs).to(tl.int64)
+    run = tl.program_id(0) % num_runs
     source_block = number
     target_block = number
     if HAS_SOURCE_IDS:
         source_block = tl.load(source_ids + number)
     if HAS_TARGET_IDS:
         target_block = tl.load(target_ids + number)
-    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    element = run * BLOCK + tl.arange(0, BLOCK)
     mask = element < block_elements
     values = tl.load(source + source_block * source_stride + element, mask=mask)
     tl.store(target + target_block * target_stride + element, values, mask=mask)
@@ -74,13 +77,15 @@ def copy_blocks_triton(kv: torch.Tensor, sources: torch.Tensor, targets: torch.T
 def _move_blocks(
     *, source: torch.Tensor, target: torch.Tensor, source_ids: torch.Tensor | None, target_ids: torch.Tensor | None
 ) -> None:
+    source_ids, target_ids = (None if ids is None else ids.contiguous() for ids in (source_ids, target_ids))
     ids = source_ids if source_ids is not None else target_ids
     assert ids is not None, "one side of a move is named by ids"
     elements = source[0].numel()
     config = exact_config("move_blocks", "any", ids.device)
+    num_runs = -(-elements // config["block"])
     launch(
         _move_blocks_kernel,
-        (ids.numel(), -(-elements // config["block"])),
+        (ids.numel() * num_runs,),
         device=ids.device,
         arguments={
             "source": as_bytes(source),
@@ -90,6 +95,7 @@ def _move_blocks(
             "source_stride": source.stride(0),
             "target_stride": target.stride(0),
             "block_elements": elements,
+            "num_runs": num_runs,
             "HAS_SOURCE_IDS": source_ids is not None,
             "HAS_TARGET_IDS": target_ids is not None,
             "BLOCK": config["block"],

@@ -32,6 +32,8 @@ def copy_checksum(*, source: memoryview, target: memoryview) -> int:
         return copy_checksum_reference(source=source, target=target)
     if source.nbytes != target.nbytes:
         raise ValueError(f"{source.nbytes} bytes into {target.nbytes}")
+    if target.readonly:
+        raise ValueError("target: must be writable")
     return int(native(_address(target), _address(source), source.nbytes))
 
 

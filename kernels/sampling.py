@@ -196,7 +196,9 @@ def _sample_kernel(
                 mass += tl.where(_ordered_key(value) >= floor, tl.exp((value - peak) / heat), 0.0)
             # A share of 0 still takes the largest logit.
             wanted = tl.maximum(tl.sum(mass, 0) * nucleus, 1e-30)
-            floor = _search_threshold(row, vocabulary, peak, heat, floor, wanted, True, SEARCH_BLOCK)
+            # Sums of other lanes may round to less than what is wanted of all; then top-k alone holds.
+            nucleus_floor = _search_threshold(row, vocabulary, peak, heat, floor, wanted, True, SEARCH_BLOCK)
+            floor = tl.maximum(floor, nucleus_floor)
         least = tl.load(min_p + number)
         lowest = tl.where(least > 0, tl.log(tl.maximum(least, 1e-30)), float("-inf"))
         key = tl.load(seed + number)

@@ -66,6 +66,11 @@ def num_processors(device: torch.device) -> int:
     return describe_device(device).num_processors
 
 
+def shape_classes(operation: str, device: torch.device) -> list[str]:
+    """The shape classes that the table has of an operation."""
+    return list(load_table()[describe_device(device).device_class][operation])
+
+
 def exact_config(operation: str, shape_class: str, device: torch.device) -> Config:
     """The configuration of exactly this shape class; ValueError names what the table has."""
     configs = load_table()[describe_device(device).device_class][operation]

@@ -3,7 +3,8 @@
 Importing torch takes seconds and most tests want many runs. Each request is a JSON line on stdin: the command's arguments, folder,
 environment and a `run` folder. The command's output goes to `run/stdout` and `run/stderr`, its process id to `run/pid`; when it has ended,
 `run/status` holds its exit code (negative: the signal), seconds and peak memory. `part_rows` and `part_s` say when rows become a part: a
-job of a second must write as many parts as one of a night. No file may grow beyond `file_limit_bytes`, as on a full disk. Nothing here starts a thread or runs a tensor operation before the fork.
+job of a second must write as many parts as one of a night. No file may grow beyond `file_limit_bytes`, as on a full disk. `stdin` is the
+text of standard input. Nothing here starts a thread or runs a tensor operation before the fork.
 """
 
 from __future__ import annotations
@@ -33,11 +34,19 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def become_command(request: dict[str, Any], run: Path) -> None:
-    for descriptor, source in ((0, "/dev/null"), (1, request["stdout"] or run / "stdout"), (2, run / "stderr")):
+    if request["stdin"] is not None:
+        (run / "stdin").write_text(request["stdin"])
+    sources = (
+        "/dev/null" if request["stdin"] is None else run / "stdin",
+        request["stdout"] or run / "stdout",
+        run / "stderr",
+    )
+    for descriptor, source in enumerate(sources):
         opened = os.open(source, os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(opened, descriptor)
         os.close(opened)
     # As a shell leaves them: block-buffered where they are files, so that a lost flush shows.
+    sys.stdin = open(0, closefd=False)
     sys.stdout = open(1, "w", closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
     os.chdir(request["folder"])

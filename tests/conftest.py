@@ -248,8 +248,8 @@ def wait_for(condition: Callable[[], bool], *, timeout_s: float, what: str) -> N
 class Commands:
     """Runs `batchllm` commands as processes (see `command_server.py`). `part_rows` rows or `part_s` seconds make a part.
 
-    `file_limit_bytes` stands for a full disk: no file grows beyond it. `stdout` is where standard output goes instead. `remove_folder`: the
-    command's working folder is gone when it begins.
+    `file_limit_bytes` stands for a full disk: no file grows beyond it. `stdin` is the text of standard input, `stdout` where standard output
+    goes instead. `remove_folder`: the command's working folder is gone when it begins.
     """
 
     server: subprocess.Popen[str]
@@ -264,6 +264,7 @@ class Commands:
         part_rows: int | None = None,
         part_s: float = 0.2,
         file_limit_bytes: int | None = None,
+        stdin: str | None = None,
         stdout: str | None = None,
         remove_folder: bool = False,
     ) -> RunningCommand:
@@ -277,6 +278,7 @@ class Commands:
             "part_rows": part_rows,
             "part_s": part_s,
             "file_limit_bytes": file_limit_bytes,
+            "stdin": stdin,
             "stdout": stdout,
             "remove_folder": remove_folder,
         }

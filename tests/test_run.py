@@ -36,13 +36,28 @@ def what_rows_say(folder: Path) -> Rows:
     return duckdb.connect().sql(sql).to_arrow_table().to_pylist()
 
 
-def count_rows(folder: Path) -> tuple[int, int]:
-    """Rows and distinct rows that DuckDB reads now; (0, 0) where no part is visible yet."""
-    if not any(folder.glob("*.parquet")):
-        return 0, 0
-    sql = f"select count(*), count(distinct (row_index, sample_index)) from read_parquet('{folder}/*.parquet')"
-    ((num_rows, num_distinct),) = duckdb.connect().execute(sql).fetchall()
-    return num_rows, num_distinct
+class Reader:
+    """Reads a folder with DuckDB again and again; one thread, since the run beside it wants the machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.connection = duckdb.connect(config={"threads": 1})
+
+    def count_rows(self) -> tuple[int, int]:
+        """Rows and distinct rows that are there now; (0, 0) where no part is visible yet."""
+        if not any(self.folder.glob("*.parquet")):
+            return 0, 0
+        sql = f"select count(*), count(distinct (row_index, sample_index)) from read_parquet('{self.folder}/*.parquet')"
+        ((num_rows, num_distinct),) = self.connection.execute(sql).fetchall()
+        return num_rows, num_distinct
+
+
+def wait_for_rows(folder: Path, num_rows: int, command: Any) -> None:
+    """Until DuckDB reads that many; the command must not end before."""
+    reader = Reader(folder)
+    while reader.count_rows()[0] < num_rows:
+        assert not command.has_ended
+        time.sleep(0.02)
 
 
 @contextmanager
@@ -53,9 +68,10 @@ def watched(folder: Path) -> Iterator[list[tuple[int, int]]]:
     over = threading.Event()
 
     def watch() -> None:
-        while not over.wait(0.02) and not failures:
+        reader = Reader(folder)
+        while not over.wait(0.05) and not failures:
             try:
-                seen.append(count_rows(folder))
+                seen.append(reader.count_rows())
                 assert seen[-1][0] == seen[-1][1]
             except (duckdb.Error, AssertionError) as error:
                 failures.append(error)
@@ -135,16 +151,14 @@ def test_a_signal_ends_the_run_with_130_and_the_same_command_finishes_it(
     job, out = long_job(tmp_path), tmp_path / "out"
     with watched(out):
         command = commands.start("run", job, folder=tmp_path, part_rows=20)
-        while count_rows(out)[0] < 60:
-            assert not command.has_ended
-            time.sleep(0.01)
+        wait_for_rows(out, 60, command)
         sent_at = time.monotonic()
         command.send(number)
         result = command.wait()
         assert result.code == 130 and time.monotonic() - sent_at < 10
         assert "stopping after this step; what is done is kept" in result.stderr
         assert "stopped; run the same command again" in result.stdout and "Traceback" not in result.stderr
-        before = count_rows(out)[0]
+        before, _ = Reader(out).count_rows()
         assert 60 <= before < len(expected["rows"])
         assert not list(out.glob(".staging-*")) and not list(out.glob(".part-*"))
         rest = commands.run("run", job, "--json", folder=tmp_path)
@@ -233,8 +247,7 @@ def test_a_second_run_ends_with_4_and_names_the_holder_and_a_killed_holder_block
 def test_a_query_while_a_run_is_at_it_reads_what_is_there(commands: Any, long_job: WriteJob, tmp_path: Path) -> None:
     job, out = long_job(tmp_path), tmp_path / "out"
     running = commands.start("run", job, folder=tmp_path, part_rows=20)
-    while count_rows(out)[0] == 0:
-        time.sleep(0.01)
+    wait_for_rows(out, 1, running)
     result = commands.run("query", "select count(*) as n from completions", job, "--json", folder=tmp_path)
     assert result.code == 0 and json.loads(result.stdout)[0]["n"] > 0
     running.send(signal.SIGKILL)
@@ -327,8 +340,7 @@ def test_a_resume_after_midnight_keeps_the_date_of_the_first_rows(
     assert commands.run("run", whole, "--date", night.isoformat(), folder=tmp_path).code == 3
     job, out = long_job(tmp_path / "cut", model=str(model), prompt=prompt), tmp_path / "cut" / "out"
     first = commands.start("run", job, "--date", night.isoformat(), folder=tmp_path, part_rows=20)
-    while count_rows(out)[0] < 40:
-        time.sleep(0.01)
+    wait_for_rows(out, 40, first)
     first.send(signal.SIGKILL)
     first.wait()
     # No date is given now: today is another day, and the one that the parts record is taken.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +46,27 @@ def test_weights_that_cannot_be_read_are_an_error_where_the_run_waits(tiny_model
     load = started(tiny_model)
     with pytest.raises(ModelError, match="model.safetensors"):
         load.wait()
+
+
+def test_a_run_on_the_slow_reference_says_why(
+    commands: Any, make_chat_model: Callable[..., Path], write_job: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = make_chat_model(hidden_size=60, num_heads=3, num_kv_heads=1)
+    job = write_job(tmp_path, {"text": ["one"]}, model=str(model))
+    note = "the reference kernels run, many times slower than others: head_dim 20 is not a multiple of 8 up to 256"
+    ended = commands.run("run", job, folder=tmp_path)
+    assert ended.code == 0 and note in ended.stderr
+    asked = commands.run(
+        "run",
+        job,
+        "--set",
+        "seed=1",
+        "--set",
+        "output.path=other",
+        folder=tmp_path,
+        environment={"BATCHLLM_KERNELS": "reference"},
+    )
+    assert asked.code == 0 and "reference kernels" not in asked.stderr
 
 
 def test_a_load_that_nobody_waits_for_leaves_no_thread_and_no_error(tiny_model: Path) -> None:

@@ -33,6 +33,11 @@ from batchllm.errors import BatchLLMError, FolderError, write_error
 from batchllm.prompt import Completion
 
 
+def new_run_id(now: datetime.datetime) -> str:
+    """A name for a run that begins `now`, in UTC: its second, its part of the second, and a number of its own. Names sort as runs begin."""
+    return f"{now:%Y%m%dT%H%M%SZ}-{now.microsecond * 0x10000 // 1_000_000:04x}{secrets.token_hex(2)}"
+
+
 class OutputFolder:
     """Owns the folder's lock and this run's staging folder until `close`; a context manager.
 
@@ -41,8 +46,7 @@ class OutputFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        now = datetime.datetime.now(datetime.UTC)
-        self.run_id = f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+        self.run_id = new_run_id(datetime.datetime.now(datetime.UTC))
         self.staging = self.path / f"{STAGING_PREFIX}{self.run_id}"
         self.fingerprint: dict[str, object] = {}
         try:

@@ -167,7 +167,8 @@ class SamplingSection(Section):
 
     max_tokens: PerRow[_Count] = 64
     min_tokens: PerRow[Annotated[int, Field(ge=0)]] = 0
-    temperature: PerRow[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = 0.0
+    # Beyond this all is alike, and far beyond it float32 has no numbers.
+    temperature: PerRow[Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]] = 0.0
     top_k: PerRow[Annotated[int, Field(ge=-1)]] = 0
     top_p: PerRow[Annotated[float, Field(gt=0, le=1)]] = 1.0
     min_p: PerRow[Annotated[float, Field(ge=0, le=1)]] = 0.0

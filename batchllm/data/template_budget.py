@@ -38,11 +38,11 @@ class _Budget:
         self._until = time.thread_time() + MOST_CPU_S
         self._until_look = _TURNS_PER_LOOK
 
-    def spend(self, characters: int) -> None:
+    def spend(self, characters: int, looked_at: int) -> None:
         self._left -= characters
         if self._left < 0:
             raise SecurityError(f"the template makes too many characters on its way, more than {MOST_CHARACTERS:,}")
-        self._until_look -= 1 + characters // _CHARACTERS_PER_TURN
+        self._until_look -= 1 + max(characters, looked_at) // _CHARACTERS_PER_TURN
         if self._until_look > 0:
             return
         self._until_look = _TURNS_PER_LOOK
@@ -63,9 +63,12 @@ def end_budget(token: Token[_Budget | None]) -> None:
     _current.reset(token)
 
 
-def spend(characters: int) -> None:
-    """Takes from the budget; raises SecurityError when nothing is left, or the time is over. Before a thing is made, where its size is known."""
-    (_current.get() or _Budget()).spend(characters)
+def spend(characters: int, *, looked_at: int = 0) -> None:
+    """Takes from the budget; raises SecurityError when nothing is left, or the time is over. Before a thing is made, where its size is known.
+
+    `looked_at`: characters that cost time alone.
+    """
+    (_current.get() or _Budget()).spend(characters, looked_at)
 
 
 def check(characters: int) -> None:
@@ -86,7 +89,9 @@ def paid(value: Any) -> Any:
 def checked(value: Any) -> Any:
     """The value, unless it is a container that is too large to be written out or compared; a long text is paid for as read."""
     if isinstance(value, _CONTAINERS):
-        check(text_size(value))
+        size = text_size(value)
+        check(size)
+        spend(0, looked_at=size)
     elif isinstance(value, (str, bytes)) and len(value) > _LONG_TEXT:
         spend(len(value) // _READ)
     return value

@@ -52,6 +52,8 @@ class Admission:
 
     def admit(self, step: ScheduledStep, chunks: list[tuple[int, int]], budget: int) -> None:
         """Admits waiting sequences while `budget` rows last; adds to `chunks` what each computes in this step."""
+        if not self.num_waiting:
+            return
         holdings = self._holdings
         table, residency = holdings.table, holdings.residency
         still_deferred: list[WaitingSequence] = []

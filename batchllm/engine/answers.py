@@ -115,6 +115,11 @@ class Answers:
             logprobs |= {int(part[place]): entry for place, entry in sampled.logprobs.items()}
         return Sampled(token_ids, bad_rows, logprobs)
 
+    @property
+    def may_force(self) -> bool:
+        """Whether `forced` may have a token for any row: a running one has a grammar."""
+        return self._grammars.any_running
+
     def forced(self, slots: np.ndarray) -> np.ndarray:
         """int64 `[num_rows]`: the next token of each row whose grammar is known already to leave it no other, else -1."""
         return self._forced(slots, wait=False)
@@ -133,21 +138,26 @@ class Answers:
             logprobs = self._records[int(table.position[slots[place]])].logprobs
             assert logprobs is not None
             logprobs.append(entry)
-        good = token_ids >= 0
-        self._metrics.generated_tokens += int(good.sum())
-        self.sampler.append(slots[good], token_ids[good])
-        ended, complete = ~good, np.zeros(slots.size, dtype=bool)
-        ended[good] = self._stopping.finished_mask(slots[good], token_ids[good], positions[good] + 1)
-        complete[good] = self._grammars.accept(slots[good], token_ids[good])
-        num_tokens = table.prompt_length[slots] + positions + good
-        ended |= complete | (num_tokens >= table.max_tokens[slots])
+        ended, complete = token_ids < 0, np.zeros(slots.size, dtype=bool)
+        # A step takes tens of such operations, each at the price of a cold cache: what has no rows to work on is left out.
+        good = np.flatnonzero(~ended) if sampled.bad_rows else slice(None)
+        good_slots, good_ids = slots[good], token_ids[good]
+        self._metrics.generated_tokens += good_slots.size
+        self.sampler.append(good_slots, good_ids)
+        num_tokens = table.prompt_length[slots] + positions + ~ended
+        ended[good] = self._stopping.finished_mask(good_slots, good_ids, positions[good] + 1)
+        if self._grammars.any_running:
+            complete[good] = self._grammars.accept(good_slots, good_ids)
+            ended |= complete
+        ended |= num_tokens >= table.max_tokens[slots]
         self._grammars.prepare(slots[~ended])
-        table.num_tokens[slots[ended]] = num_tokens[ended]
+        places = np.flatnonzero(ended)
+        table.num_tokens[slots[places]] = num_tokens[places]
         completions = [
             self._complete(
                 int(slots[place]), now, error=sampled.bad_rows.get(int(place)), is_whole=bool(complete[place])
             )
-            for place in np.flatnonzero(ended)
+            for place in places
         ]
         return ended, completions
 

@@ -142,13 +142,14 @@ class DeviceSteps:
         self._kv = kv
         self._device = decoder.device
         self._is_cuda = decoder.device.type == "cuda"
+        self._has_graphs = self._is_cuda and decoder.kernels.never_waits
         self._max_sequences = max_sequences
         # One more than there are slots, for what padding rows sample.
         self._last_ids = torch.zeros(max_sequences + 1, dtype=torch.int64, device=decoder.device)
         self._staging: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
         self._num_staged = 0
         self._padded: dict[tuple[int, ...], _PaddedStep] = {}
-        self._graph_pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
+        self._graph_pool = torch.cuda.graph_pool_handle() if self._has_graphs else None
         self.ahead: SampledAhead | None = None
 
     def launch(
@@ -207,7 +208,7 @@ class DeviceSteps:
             step = self._padded[key] = _PaddedStep(_Layout(arrays, num_partials=num_partials), self._device)
         self._stage(step.layout, arrays, step.buffer)
         step.num_runs += 1
-        if not self._is_cuda or step.num_runs == 1:
+        if not self._has_graphs or step.num_runs == 1:
             return self._compute(step.inputs)[1]
         if step.graph is None:
             step.graph = torch.cuda.CUDAGraph()

@@ -71,8 +71,8 @@ class Drafter:
     def propose(self, slots: np.ndarray, *, limits: np.ndarray, num_rows: int, num_prefill: int) -> Drafts | None:
         """Drafts for the decoding `slots`, each up to `limits` tokens and `num_rows` together; None where none pays.
 
-        `num_prefill`: prompt rows of the step. Nothing is drafted beside them: there a drafted row takes nearly twice what it takes in a step
-        that only decodes (`docs/log.md`).
+        `num_prefill`: prompt rows of the step. Where drafts must pay there are none beside them: a drafted row takes nearly twice there what it
+        takes in a step that only decodes (`docs/log.md`).
         """
         is_auto = self._always is None
         limits = np.where(self._can_draft[slots], np.minimum(limits, self._always or _MOST_DRAFTED), 0)

@@ -203,7 +203,7 @@ class Engine:
             hidden = self._forward(batch)
             model_at = time.monotonic()
             if batch.sample_slots.size:
-                tally.completions = self._sample(hidden, batch, tally)
+                tally.completions = self._sample(hidden, batch, tally, has_drafts=step.num_drafted > 0)
         finished_at = time.monotonic()
         tally.model_s = model_at - scheduled_at
         self.metrics.schedule_s += scheduled_at - tally.started_at
@@ -276,29 +276,51 @@ class Engine:
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.decoder.device)
 
-    def _sample(self, hidden: torch.Tensor, batch: StepBatch, tally: _Tally) -> list[Completion]:
-        """Samples each of the batch's rows, appends what counts, and answers the sequences that end with it.
-
-        A drafted row counts if the row before it gave just the token that was drafted. So the rows of a sequence are taken in turn, the
-        first ones of all sequences at once: without drafts in one go.
-        """
+    def _sample(self, hidden: torch.Tensor, batch: StepBatch, tally: _Tally, *, has_drafts: bool) -> list[Completion]:
+        """Samples each of the batch's rows, appends what counts, and answers the sequences that end with it."""
         slots, table = batch.sample_slots, self.scheduler.table
-        first = np.flatnonzero(np.concatenate([[True], slots[1:] != slots[:-1]]))
-        end = np.concatenate([first[1:], [slots.size]])
         positions = batch.plan.positions[batch.sample_rows].astype(np.int64) + 1 - table.prompt_length[slots]
         sampled = self._answers.choose(hidden, slots, positions)
-        drafted = batch.token_ids[batch.sample_rows]
-        completions: list[Completion] = []
-        done: list[int] = []
-        rows, taken = first, np.arange(first.size)
+        first = np.arange(slots.size)
+        if has_drafts:
+            first = np.flatnonzero(np.concatenate([[True], slots[1:] != slots[:-1]]))
+            ended, completions = self._take_drafted(batch, positions, sampled, first, tally)
+        else:
+            ended, completions = self._take(slots, positions, sampled)
+        done = slots[first[ended]].tolist()
+        if self._answers.may_force:
+            unfinished = first[~ended]
+            completions += self._take_forced(slots[unfinished], positions[unfinished] + 1, done)
+        for slot in done:
+            self._answers.remove(slot)
+        if done:
+            self.scheduler.finish(np.array(done, dtype=np.int64))
+        return completions
+
+    def _take(self, slots: np.ndarray, positions: np.ndarray, sampled: Sampled) -> tuple[np.ndarray, list[Completion]]:
+        """Appends a token of each of the distinct `slots`; as `Answers.take`."""
+        good = np.flatnonzero(sampled.token_ids >= 0) if sampled.bad_rows else slice(None)
+        self.scheduler.append(slots[good], sampled.token_ids[good])
+        return self._answers.take(slots, positions, sampled)
+
+    def _take_drafted(
+        self, batch: StepBatch, positions: np.ndarray, sampled: Sampled, first: np.ndarray, tally: _Tally
+    ) -> tuple[np.ndarray, list[Completion]]:
+        """`_take` of sequences that may have several rows, the `first` of each given: which of them ended, and their completions.
+
+        A drafted row counts if the row before it gave just the token that was drafted. So the rows of a sequence are taken in turn, the
+        first ones of all sequences at once.
+        """
+        slots, drafted = batch.sample_slots, batch.token_ids[batch.sample_rows]
+        end = np.concatenate([first[1:], [slots.size]])
+        has_ended = np.zeros(first.size, dtype=bool)
         num_accepted = np.zeros(first.size, dtype=np.int64)
+        completions: list[Completion] = []
+        rows, taken = first, np.arange(first.size)
         while rows.size:
-            of_rows = sampled.of(rows)
-            good = of_rows.token_ids >= 0
-            self.scheduler.append(slots[rows[good]], of_rows.token_ids[good])
-            ended, ending = self._answers.take(slots[rows], positions[rows], of_rows)
+            ended, ending = self._take(slots[rows], positions[rows], sampled.of(rows))
             completions += ending
-            done += slots[rows[ended]].tolist()
+            has_ended[taken[ended]] = True
             goes_on = ~ended & (rows + 1 < end[taken])
             rows, taken = rows[goes_on], taken[goes_on]
             is_right = sampled.token_ids[rows] == drafted[rows + 1]
@@ -312,13 +334,7 @@ class Engine:
                 slots[first[with_drafts]], num_drafted=num_drafted, num_accepted=num_accepted[with_drafts]
             )
             tally.num_accepted = int(num_accepted.sum())
-        unfinished = first[~np.isin(slots[first], done)] if done else first
-        completions += self._take_forced(slots[unfinished], positions[unfinished] + 1, done)
-        for slot in done:
-            self._answers.remove(slot)
-        if done:
-            self.scheduler.finish(np.array(done, dtype=np.int64))
-        return completions
+        return has_ended, completions
 
     def _take_forced(self, slots: np.ndarray, positions: np.ndarray, done: list[int]) -> list[Completion]:
         """Takes the tokens that the grammars of `slots` leave no choice in, without the model, which computes them with the next step.

@@ -165,6 +165,8 @@ def _draw_by_rank(
     tokens; also whether those hold all that a row keeps."""
     num_tokens = logits.shape[1]
     ids, num_exact = _rank(logits, width)
+    # Where a grammar leaves a few tokens, all behind them has no weight.
+    is_all = logits.gather(1, ids[:, -1:]).squeeze(1) == -torch.inf
     if weights is None:
         best = logits.gather(1, ids)
         ranked = torch.exp((best - best[:, :1]).div_(rows.temperature[:, None]))
@@ -177,7 +179,7 @@ def _draw_by_rank(
     shortest = torch.searchsorted(cumulative, (rows.top_p * whole)[:, None]).squeeze(1) + 1
     by_top_p = torch.where(rows.top_p < 1.0, shortest, num_tokens)
     by_min_p = (ranked >= rows.min_p[:, None] * ranked[:, :1]).sum(dim=1)
-    complete = (rows.top_k if has_top_k else by_top_p) <= num_exact
+    complete = is_all | ((rows.top_k if has_top_k else by_top_p) <= num_exact)
     if width == num_tokens:
         complete = torch.ones_like(complete)
     kept = torch.minimum(torch.minimum(within, by_top_p), by_min_p)

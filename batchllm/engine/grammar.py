@@ -89,9 +89,10 @@ class GrammarMasks:
             self._has_grammar[slot] = False
             del self._states[slot]
 
-    def any(self, slots: np.ndarray) -> bool:
-        """Whether a row in `slots` has a grammar."""
-        return bool(self._has_grammar[slots].any())
+    @property
+    def any_running(self) -> bool:
+        """Whether a running row has a grammar."""
+        return bool(self._states)
 
     def allowed(self, slots: np.ndarray) -> AllowedTokens | None:
         """What the rows in `slots` may take, waiting for what is under way. None where no row has a grammar."""
@@ -135,8 +136,9 @@ class GrammarMasks:
 
     def prepare(self, slots: np.ndarray) -> None:
         """Begins to work out what those of `slots` that have a grammar may take next; returns at once."""
-        states = [self._states[slot] for slot in slots[self._has_grammar[slots]].tolist()]
-        self._ask([state for state in states if not state.is_asked])
+        if self._states:
+            states = [self._states[slot] for slot in slots[self._has_grammar[slots]].tolist()]
+            self._ask([state for state in states if not state.is_asked])
 
     def failure(self, slot: int) -> str | None:
         """Why the grammar of a row could not go on, if so; it then allows nothing."""

@@ -287,7 +287,7 @@ class _Bench:
         return AttentionPlan(
             positions=tensor(_offsets(rows)),
             tables=tensor(np.repeat(np.arange(number), rows.num_rows)),
-            block_table=tensor(self._table(rows)),
+            block_table=tensor(np.ascontiguousarray(self._table(rows))),
             items=tensor(items),
             merge_rows=tensor(range(num_merged)),
             merge_start=tensor(range(0, num_merged * (pieces + 1) + 1, pieces + 1)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 FEWEST_MATCHED, MOST_MATCHED = 3, 8
-"""Tokens at the end of a row that must stand earlier in it, and how many more decide between several places."""
+"""Tokens at the end of a row that must stand earlier in it, and how many are looked at where several places have them."""
 
 _TOKENS_AT_ONCE = 1 << 22
 

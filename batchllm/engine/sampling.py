@@ -106,6 +106,8 @@ class Sampler:
         self._device = device
         self._job_seed = job_seed
         self._columns = np.zeros(0, dtype=_COLUMNS)
+        self._num_counting = 0
+        """Rows that use a penalty."""
         self._seen = SeenTokens()
         self._offsets = TokenOffsets()
 
@@ -152,6 +154,7 @@ class Sampler:
         )
         column["num_logprobs"] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
         self._columns[slot] = column
+        self._num_counting += has_seen
         if has_seen:
             # Presence and frequency look at the output only: then the prompt need not be kept.
             seen_prompt = prompt_ids if uses_repetition else np.zeros(0, dtype=np.int64)
@@ -164,10 +167,13 @@ class Sampler:
     def remove(self, slot: int) -> None:
         """Free a slot: finished, failed or preempted. Nothing of the row stays in effect."""
         assert self._columns["is_used"][slot], f"slot {slot} is not in use"
+        self._num_counting -= int(self._columns["has_seen"][slot])
         self._columns[slot] = np.zeros((), dtype=_COLUMNS)
 
     def append(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
         """Tell the penalties what was generated: one token for each of the distinct slots. Once per sampled token."""
+        if not self._num_counting:
+            return
         counting = self._columns["has_seen"][slots]
         self._seen.append(slots[counting], np.asarray(token_ids, dtype=np.int64)[counting])
 
@@ -203,7 +209,7 @@ class Sampler:
     ) -> Sampled:
         """One token per row. `logits` float32 `[num_rows, vocabulary]` is OVERWRITTEN.
 
-        `slots` int64 `[num_rows]`, distinct; `positions` int64 `[num_rows]`: tokens generated so far, which is the
+        `slots` int64 `[num_rows]`; `positions` int64 `[num_rows]`: tokens generated so far, which is the
         place in the row's random stream. Logits that are NaN or infinite, or rows with no token left, end in
         `bad_rows`.
         """

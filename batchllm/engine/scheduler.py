@@ -82,7 +82,10 @@ class Scheduler:
         num_rows = 1 + table.num_forced[decoding].astype(np.int64)
         budget = self.config.max_step_tokens - int(num_rows.sum())
         chunks: list[tuple[int, int]] = []
-        for slot in running[~self._is_decoding(running) & ~table.is_restoring[running]]:
+        others = running[:0]
+        if decoding.size < running.size:
+            others = running[~self._is_decoding(running) & ~table.is_restoring[running]]
+        for slot in others:
             if budget == 0:
                 break
             count = min(int(table.num_tokens[slot] - table.num_computed[slot]), budget)

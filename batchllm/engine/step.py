@@ -36,11 +36,13 @@ class PlanArrays:
         """What the first `num_rows` rows read, whole items."""
         items = self.items[self.items[:, 0] < num_rows].astype(np.int64)
         shared = items[:, 4] - items[:, 2]
-        # Behind the front of an item that forks each row reads alone.
+        num_read = int(shared.sum())
         forks = items[items[:, 4] < items[:, 3]]
-        rows, fork = _rows_of(forks)
-        alone = np.minimum(forks[fork, 3], self.positions[rows] + 1) - forks[fork, 4]
-        return KvReads(num_read=int(shared.sum() + alone.sum()), num_spared=int((shared * (items[:, 1] - 1)).sum()))
+        if len(forks):
+            # Behind the front of an item that forks each row reads alone.
+            rows, fork = _rows_of(forks)
+            num_read += int((np.minimum(forks[fork, 3], self.positions[rows] + 1) - forks[fork, 4]).sum())
+        return KvReads(num_read=num_read, num_spared=int((shared * (items[:, 1] - 1)).sum()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,15 @@ def build_step(step: ScheduledStep, scheduler: Scheduler, *, chunk: int) -> Step
     """The batch of a step that `scheduler.schedule()` returned. `chunk`: where attention spans are cut, in tokens."""
     table, block_size = scheduler.table, scheduler.config.block_size
     slots, counts = step.slots, step.num_rows
-    stops = table.num_computed[slots].astype(np.int64)
-    starts = stops - counts
+    starts = table.num_computed[slots].astype(np.int64) - counts
     first_rows = np.concatenate([[0], np.cumsum(counts)])
-    row_slots = np.repeat(slots, counts)
-    positions = np.arange(first_rows[-1]) - np.repeat(first_rows[:-1] - starts, counts)
-    blocks = table.block_table[row_slots, positions // block_size].astype(np.int64)
-    kv_slots = blocks * block_size + positions % block_size
+    # Most steps only decode: a row for each sequence.
+    row_slots, positions = slots, starts
+    if first_rows[-1] > slots.size:
+        row_slots = np.repeat(slots, counts)
+        positions = np.arange(first_rows[-1]) - np.repeat(first_rows[:-1] - starts, counts)
+    block, offset = np.divmod(positions, block_size)
+    kv_slots = table.block_table[row_slots, block].astype(np.int64) * block_size + offset
     kv_slots[positions < scheduler.holdings.shared_rows_end[row_slots]] = -1
     sample_rows = np.flatnonzero(positions >= table.num_tokens[row_slots] - 1)
     return StepBatch(
@@ -101,18 +105,58 @@ def _plan_attention(
     num_decode: int,
     chunk: int,
 ) -> PlanArrays:
-    """Shared spans of neighbouring decoding sequences as one item each, and one item for what each sequence reads alone.
-
-    Neighbours that share the front of a chunk have one item for the chunk, which forks.
-    """
+    """The arrays of a step's rows: its items, and what is merged."""
     table = scheduler.table
     stops = starts + counts
     width = int(table.num_blocks[slots].max()) if slots.size else 1
     block_table = np.ascontiguousarray(table.block_table[slots, :width])
     common = _common_tokens(scheduler, block_table[:num_decode], slots[:num_decode], starts[:num_decode])
+    if common.any():
+        items, partial_counts = _shared_and_own_items(
+            common, counts=counts, starts=starts, first_rows=first_rows, num_decode=num_decode, chunk=chunk
+        )
+    else:
+        items, partial_counts = _own_items(first_rows[:-1], counts, np.zeros_like(stops), stops), None
+    merge_rows, merge_start, merge_partials = _merge_lists(items, partial_counts, positions, chunk)
+    return PlanArrays(
+        positions=positions.astype(np.int32),
+        tables=np.repeat(np.arange(slots.size, dtype=np.int32), counts),
+        block_table=block_table,
+        items=items.astype(np.int32),
+        merge_rows=merge_rows,
+        merge_start=merge_start,
+        merge_partials=merge_partials,
+        num_partials=0 if partial_counts is None else int(partial_counts.sum()),
+    )
+
+
+def _own_items(first_rows: np.ndarray, counts: np.ndarray, own_start: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """Items [n, 6], one for what each sequence reads alone, without partials."""
+    items = np.empty((counts.size, 6), dtype=np.int64)
+    for column, values in enumerate((first_rows, counts, own_start, stops, stops)):
+        items[:, column] = values
+    items[:, 5] = -1
+    return items
+
+
+def _shared_and_own_items(
+    common: np.ndarray,
+    *,
+    counts: np.ndarray,
+    starts: np.ndarray,
+    first_rows: np.ndarray,
+    num_decode: int,
+    chunk: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Items [n, 6]: shared spans of neighbouring decoding sequences as one each, and one for what each sequence reads alone; and how many
+    partials each leaves.
+
+    Neighbours that share the front of a chunk have one item for the chunk, which forks. `common`: see `_common_tokens`.
+    """
+    stops = starts + counts
     shared = common // chunk
     # What a sequence shares with a neighbour on either side it does not read alone.
-    own_start = np.zeros(slots.size, dtype=np.int64)
+    own_start = np.zeros(counts.size, dtype=np.int64)
     if num_decode > 1:
         own_start[: num_decode - 1] = shared
         own_start[1:num_decode] = np.maximum(own_start[1:num_decode], shared)
@@ -127,9 +171,7 @@ def _plan_attention(
         items[:, 1] = first_rows[items[:, 0] + items[:, 1]] - first_rows[items[:, 0]]
         items[:, 0] = first_rows[items[:, 0]]
     own = np.flatnonzero(stops > own_start)
-    alone = np.stack(
-        [first_rows[own], counts[own], own_start[own], stops[own], stops[own], np.full(own.size, -1)], axis=1
-    )
+    alone = _own_items(first_rows[own], counts[own], own_start[own], stops[own])
     items = np.concatenate([groups, forks, alone])
     folded = items[:, 2] == 0
     pieces = np.where(folded, 1, -(-(items[:, 3] - items[:, 2]) // chunk))
@@ -140,23 +182,15 @@ def _plan_attention(
     partial_counts = np.where(whole, 0, pieces * items[:, 1])
     partial_starts = np.concatenate([[0], np.cumsum(partial_counts)])
     items[:, 5] = np.where(partial_counts > 0, partial_starts[:-1], -1)
-    merge_rows, merge_start, merge_partials = _merge_lists(items, partial_counts, positions, chunk)
-    return PlanArrays(
-        positions=positions.astype(np.int32),
-        tables=np.repeat(np.arange(slots.size, dtype=np.int32), counts),
-        block_table=block_table,
-        items=items.astype(np.int32),
-        merge_rows=merge_rows,
-        merge_start=merge_start,
-        merge_partials=merge_partials,
-        num_partials=int(partial_starts[-1]),
-    )
+    return items, partial_counts
 
 
 def _common_tokens(scheduler: Scheduler, block_table: np.ndarray, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """For each decoding sequence but the last: the leading tokens that it shares with the next, by equal block ids."""
     if slots.size < 2:
         return np.zeros(0, dtype=np.int64)
+    if not (block_table[1:, 0] == block_table[:-1, 0]).any():
+        return np.zeros(slots.size - 1, dtype=np.int64)
     same = block_table[1:] == block_table[:-1]
     common = np.where(same.all(axis=1), same.shape[1], same.argmin(axis=1))
     num_blocks = scheduler.table.num_blocks[slots]
@@ -246,11 +280,14 @@ def _rows_of(items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _merge_lists(
-    items: np.ndarray, partial_counts: np.ndarray, positions: np.ndarray, chunk: int
+    items: np.ndarray, partial_counts: np.ndarray | None, positions: np.ndarray, chunk: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows that have partials, and for each its partial numbers in ascending position, but for those that lie behind the row."""
-    total = int(partial_counts.sum())
-    if total == 0:
+    """Rows that have partials, and for each its partial numbers in ascending position, but for those that lie behind the row.
+
+    `partial_counts`: of each item; None: no item leaves any.
+    """
+    total = 0 if partial_counts is None else int(partial_counts.sum())
+    if partial_counts is None or total == 0:
         return np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int32), np.zeros(0, dtype=np.int32)
     item = np.repeat(np.arange(len(items)), partial_counts)
     within = np.arange(total) - np.repeat(np.concatenate([[0], np.cumsum(partial_counts)])[:-1], partial_counts)

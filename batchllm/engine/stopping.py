@@ -89,7 +89,7 @@ class Stopping:
         self._token_bytes = token_bytes
         self._control_tokens = control_tokens
         self._columns = np.zeros(0, dtype=_COLUMNS)
-        self._stop_ids = np.full((0, 1), _NO_ID, dtype=np.int64)
+        self._stop_ids = np.full((0, 0), _NO_ID, dtype=np.int64)
         self._params: dict[int, SamplingParams] = {}
         self._searches: dict[int, _StringSearch] = {}
 
@@ -132,11 +132,13 @@ class Stopping:
         columns = self._columns[slots]
         is_late = num_tokens > columns["min_tokens"]
         ended = is_late & ~columns["ignore_eos"] & (token_ids[:, None] == self._eos_ids).any(axis=1)
-        ended |= is_late & (self._stop_ids[slots] == token_ids[:, None]).any(axis=1)
-        for row in np.flatnonzero(columns["has_strings"] & ~ended).tolist():
-            slot = int(slots[row])
-            self._feed(slot, token_id=int(token_ids[row]), num_tokens=int(num_tokens[row]))
-            ended[row] = self._searches[slot].match is not None
+        if self._stop_ids.shape[1]:
+            ended |= is_late & (self._stop_ids[slots] == token_ids[:, None]).any(axis=1)
+        if self._searches:
+            for row in np.flatnonzero(columns["has_strings"] & ~ended).tolist():
+                slot = int(slots[row])
+                self._feed(slot, token_id=int(token_ids[row]), num_tokens=int(num_tokens[row]))
+                ended[row] = self._searches[slot].match is not None
         return ended | (num_tokens >= columns["max_tokens"])
 
     def finish(self, slot: int, token_ids: Sequence[int], *, is_whole: bool = False) -> Finish:

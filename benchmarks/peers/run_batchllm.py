@@ -52,6 +52,8 @@ def load(settings: Settings, model: Path) -> RunWorkload:
         if table.column("error").null_count != table.num_rows:
             raise RuntimeError(f"rows failed: {table.column('error').drop_null()[0]}")
         summary = summary_values(result.summary)
+        if summary["kernels"] == "reference":
+            raise RuntimeError("the reference kernels ran, many times slower than others: `batchllm doctor` says why")
         load_s = result.summary.load_s
         # Both count from the start of the job, the load included.
         first_token_s = pc.min(pc.add(table.column("queue_s"), table.column("ttft_s"))).as_py()

@@ -1,4 +1,4 @@
-"""What the C side takes on trust, checked and in its order. ValueError names a tensor that does not fit."""
+"""What the C side takes on trust, shapes and types checked and in its order. ValueError names a tensor that does not fit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from batchllm.kernels.native.library import Library, load
 INT8 = 2
 _DATA_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 MAX_HEAD_DIM = 256
+_PLAN_TENSORS = ("positions", "tables", "block_table", "items", "merge_rows", "merge_start", "merge_partials")
 
 
 def library() -> Library:
@@ -57,9 +58,18 @@ def layer_pointer(kv: torch.Tensor, layer: int) -> int:
 
 
 def rope_arguments(
-    cos_sin: torch.Tensor, kv: torch.Tensor, *, layer: int, positions: torch.Tensor, slots: torch.Tensor, num_heads: int
+    cos_sin: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    layer: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    num_heads: int,
+    num_rows: int,
 ) -> tuple[int, ...]:
     num_kv_heads, block_size, head_dim = kv.shape[3:]
+    if slots.numel() != num_rows or positions.numel() != num_rows:
+        raise ValueError(f"{slots.numel()} slots and {positions.numel()} positions do not fit {num_rows} rows")
     if positions.dtype != torch.int32:
         raise ValueError(f"positions: must be int32, is {positions.dtype}")
     if slots.dtype != torch.int64 or cos_sin.dtype != torch.float32 or cos_sin.shape[1] != head_dim:
@@ -80,7 +90,16 @@ def rope_arguments(
     )
 
 
-def plan_arguments(plan: AttentionPlan) -> tuple[int, ...]:
+def plan_arguments(plan: AttentionPlan, *, num_rows: int) -> tuple[int, ...]:
+    for name in _PLAN_TENSORS:
+        tensor = getattr(plan, name)
+        if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+            raise ValueError(f"plan: {name} must be int32 and contiguous, is {tensor.dtype} {tensor.stride()}")
+    # Plans of more rows are taken for their first ones.
+    if plan.positions.numel() < num_rows or plan.tables.numel() < num_rows or plan.items.shape[1:] != (6,):
+        raise ValueError(
+            f"plan: {plan.positions.numel()} positions, {plan.tables.numel()} tables and items {tuple(plan.items.shape)} for {num_rows} rows"
+        )
     return (
         plan.positions.data_ptr(),
         plan.tables.data_ptr(),

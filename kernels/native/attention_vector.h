@@ -53,7 +53,8 @@ class VectorEngine {
     query_ = scores_ + kPairColumns * kScoreStride;
   }
 
-  static bool forks(const AttentionCall&) { return true; }
+  // With more columns a row a unit has room for one.
+  static bool forks(const AttentionCall& call) { return call.num_heads / call.num_kv_heads <= kPairColumns / 2; }
 
   // A unit of few columns is done soon after its keys are packed: most of what comes next is asked for meanwhile.
   void start_unit(const AttentionUnit& unit) {

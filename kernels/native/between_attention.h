@@ -61,8 +61,9 @@ struct RowProducts {
     return most;
   }
 
+  // The last pass may have so few rows that more tiles are multiplied at once.
   size_t y_bytes() const {
-    int most = 0;
+    int most = Multiplier::group_tiles(1);
     for (int i = 0; i < count; ++i) {
       const int tiles = Work<Multiplier>::group_tiles_of(calls[i]);
       most = tiles > most ? tiles : most;

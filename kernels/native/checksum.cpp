@@ -117,7 +117,6 @@ void sum_portable(uint64_t* sums, uint8_t* to, const uint8_t* from, int64_t num_
 
 __attribute__((target("avx512f"))) void sum_avx512(uint64_t* sums, uint8_t* to, const uint8_t* from, int64_t num_bytes) {
   SUM_LANES(Avx512);
-  _mm_sfence();
 }
 
 #endif

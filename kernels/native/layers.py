@@ -132,7 +132,6 @@ def to_last_attention(
     require_no_scale(target.kv_scale)
     require_head_dim(head_dim)
     require_contiguous(residual=residual)
-    _require_rows(target, num_rows)
     sizes = (layers.size, layers.attended_size, layers.qkv_size)
     asked = (residual.shape[1], target.num_heads * head_dim, (target.num_heads + 2 * num_kv_heads) * head_dim)
     if sizes != asked:
@@ -150,6 +149,7 @@ def to_last_attention(
         positions=target.positions,
         slots=target.slots,
         num_heads=target.num_heads,
+        num_rows=num_rows,
     )
     query = empty_rows((num_rows, layers.attended_size), residual.dtype)
     attended = empty_rows((num_rows, layers.attended_size), residual.dtype)
@@ -168,7 +168,7 @@ def to_last_attention(
         *_pointers(between),
         kv.stride(1),
         *rope,
-        *plan_arguments(plan),
+        *plan_arguments(plan, num_rows=num_rows),
         scale,
     )
     return attended if attends_last else None
@@ -242,13 +242,6 @@ def _require_start(start: LayerStart, *, size: int, out_size: int) -> None:
     """Raises ValueError where weights do not fit a residual stream of `size`, or heads of `out_size` numbers in all."""
     _require_norm(start.norm, size=size)
     _require_fit("qkv", start.qkv, in_size=size, out_size=out_size)
-
-
-def _require_rows(target: KvTarget, num_rows: int) -> None:
-    if target.slots.numel() != num_rows or target.positions.numel() != num_rows:
-        raise ValueError(
-            f"{target.slots.numel()} slots and {target.positions.numel()} positions do not fit {num_rows} rows"
-        )
 
 
 def _require_norm(norm: torch.Tensor, *, size: int) -> None:

@@ -14,12 +14,12 @@
 //   static const char* weight_tile(call, tile)
 //   static bool reads_rows(call)                            whether blocks of 16 or 32 rows need not be packed
 //   static Block rows_block(call, first_row)
-//   static int group_tiles(rows)                            tiles that it multiplies at once
+//   static int group_tiles(rows)                            tiles that it multiplies at once, never more for more rows
 //   void multiply(block, rows, weight, in_size, num_tiles, y, beside)   y [32, 16 * num_tiles] float32
 //   static void settle(block, row, weight, in_size, num_tiles, y)       one row of y that multiply() left in another form
 //   static constexpr int kStepInputs
-// and calls beside.ask() or beside.step() once for each kStepInputs inputs of two tiles: step() where other units than those that it keeps busy
-// can finish the block before meanwhile.
+// and may call beside.ask() or beside.step() once for each kStepInputs inputs of two tiles: step() where other units than those that it keeps
+// busy can finish the block before meanwhile.
 #pragma once
 
 #include <omp.h>

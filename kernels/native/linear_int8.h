@@ -4,10 +4,11 @@
 // Packed weights are tiles of 16 outputs: float32 scales [16]; int32 [16], each output's sum of weights times 128; int8
 // [padded inputs / 4, 16, 4] where inputs are padded with zeros to a multiple of 64. Tile units and vector units read the same form.
 //
-// A multiplier works on blocks of up to 32 rows, as in linear.h, all of them packed; it has
+// A multiplier is one of linear.h whose blocks are all packed: it has neither Number, Block, weight_tile, reads_rows, rows_block nor
+// packed_block, and
 //   static size_t block_bytes(in_size)                      a packed block: float32 scales [32], then rows
 //   static void pack_block<T>(x, x_stride, rows, in_size, to)
-//   void multiply(block, rows, weight, in_size, num_tiles, y, ahead)   y [32, 16 * num_tiles] float32
+//   void multiply(block, rows, weight, in_size, num_tiles, y, beside)   y [32, 16 * num_tiles] float32, or what settle() makes of it
 #pragma once
 
 #include "linear.h"

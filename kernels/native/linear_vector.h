@@ -12,8 +12,8 @@ class VectorMultiplier {
   using Number = T;
   using Block = const char*;
 
-  // [parts, kBlockRows, kPartInputs] float32, zeros behind the last input up to where weights have them.
-  static size_t block_bytes(int64_t in_size) { return sizeof(float) * kPartNumbers * ((in_size + kPartInputs - 1) / kPartInputs); }
+  // [parts, kBlockRows, kPartInputs] float32, zeros behind the last input up to where bf16 weights have them.
+  static size_t block_bytes(int64_t in_size) { return sizeof(float) * kPartNumbers * ((padded(in_size) + kPartInputs - 1) / kPartInputs); }
 
   static void pack_block(const T* x, int64_t x_stride, int rows, int64_t in_size, char* to) {
     float* part = reinterpret_cast<float*>(to);

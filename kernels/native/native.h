@@ -1,7 +1,8 @@
 // What the sources of the native kernels share: the calls that come in through the C interface, and one table of functions a path.
 //
 // A path is one instruction set. Its functions are compiled in a namespace of its own with its own compiler flags, and call no inline
-// function or template of the standard library: the linker keeps one copy of those, and it may be the one with the wrong instructions.
+// function or template of the standard library over types of other namespaces: the linker keeps one copy of those, and it may be the one
+// with the wrong instructions.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +19,6 @@ inline constexpr int kStep = 32;            // attention: positions that are sum
 inline constexpr int kTileColumns = 16;     // attention: (row, head) pairs of one tile
 inline constexpr int kPairColumns = 2 * kTileColumns;  // attention: two tiles that are multiplied together, each key loaded once for both
 inline constexpr int kUnitColumns = 256;    // attention: pairs that read one packed chunk
-inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kBlockRows = 32;       // linear: rows of one block
 
 // Fields as in kernels/attention.py AttentionPlan.

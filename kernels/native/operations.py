@@ -1,6 +1,7 @@
 """The single operations on CPU tensors, native. Signatures and meaning: the reference functions in `kernels/`.
 
-Each function checks what the C side takes on trust (see `arguments`), passes raw pointers and returns.
+Each function checks the shapes and types that the C side takes on trust (see `arguments`), passes raw pointers and returns. Numbers in
+tensors (positions, slots, block ids, the items of a plan) are the caller's to get right, but for those of `copy_blocks` and its kind.
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ def attention(
     require_no_scale(kv_scale)
     num_rows, num_heads, head_dim = query.shape
     require_head_dim(head_dim)
+    if kv.shape[5] != head_dim or num_heads % kv.shape[3]:
+        raise ValueError(
+            f"{num_heads} heads of {head_dim} over keys and values of {kv.shape[3]} heads of {kv.shape[5]}"
+        )
     query = query.contiguous()
     out = empty_rows(query.shape, query.dtype)
     library().attention(
@@ -70,7 +75,7 @@ def attention(
         kv.shape[3],
         head_dim,
         kv.shape[4],
-        *plan_arguments(plan),
+        *plan_arguments(plan, num_rows=num_rows),
         scale,
     )
     return out
@@ -81,12 +86,17 @@ def rms_norm(
 ) -> torch.Tensor:
     x = x.contiguous()
     out = empty_rows(x.shape, x.dtype)
+    size = x.shape[-1]
+    require_contiguous(weight=weight)
+    if weight.shape != (size,):
+        raise ValueError(f"weight: must have {size} numbers, has {tuple(weight.shape)}")
     if residual is None:
         data_type, residual_pointer = data_type_of(x, weight), None
     else:
         require_contiguous(residual=residual)
+        if residual.shape != x.shape:
+            raise ValueError(f"residual: must be {tuple(x.shape)}, is {tuple(residual.shape)}")
         data_type, residual_pointer = data_type_of(x, weight, residual), residual.data_ptr()
-    size = x.shape[-1]
     library().rms_norm(
         x.data_ptr(), weight.data_ptr(), residual_pointer, out.data_ptr(), x.numel() // size, size, eps, data_type
     )
@@ -96,6 +106,8 @@ def rms_norm(
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate_up = gate_up.contiguous()
     num_rows, width = gate_up.shape
+    if width % 2:
+        raise ValueError(f"gate_up: must have two halves, has {width} numbers a row")
     out = empty_rows((num_rows, width // 2), gate_up.dtype)
     library().silu_mul(gate_up.data_ptr(), out.data_ptr(), num_rows, width // 2, data_type_of(gate_up))
     return out
@@ -115,8 +127,12 @@ def rope_write_kv(
     require_no_scale(kv_scale)
     qkv = qkv.contiguous()
     num_rows = qkv.shape[0]
+    if qkv.shape[1] != (num_heads + 2 * kv.shape[3]) * kv.shape[5]:
+        raise ValueError(f"qkv: {qkv.shape[1]} numbers for {num_heads} + 2 * {kv.shape[3]} heads of {kv.shape[5]}")
     query = empty_rows((num_rows, num_heads, kv.shape[5]), qkv.dtype)
-    rope = rope_arguments(cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads)
+    rope = rope_arguments(
+        cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads, num_rows=num_rows
+    )
     library().rope_write_kv(qkv.data_ptr(), query.data_ptr(), num_rows, data_type_of(qkv, kv), *rope)
     return query
 
@@ -136,7 +152,11 @@ def _require_numbers(weight: torch.Tensor) -> None:
 
 
 def _wide_bias(bias: torch.Tensor | None, out_size: int) -> torch.Tensor | None:
-    return None if bias is None else torch.nn.functional.pad(bias.float(), (0, -out_size % 16))
+    if bias is None:
+        return None
+    if bias.shape != (out_size,):
+        raise ValueError(f"bias: must have {out_size} numbers, has {tuple(bias.shape)}")
+    return torch.nn.functional.pad(bias.float(), (0, -out_size % 16))
 
 
 def _plain_tiles(weight: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
@@ -237,7 +257,7 @@ def linear(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
 
 
 def linear_logits(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
-    return _run_linear(x, packed, torch.empty(x.shape[0], packed.out_size), _STORE_FLOAT)
+    return _run_linear(x, packed, torch.empty(x.shape[0], packed.out_size, dtype=torch.float32), _STORE_FLOAT)
 
 
 def linear_argmax(x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
@@ -281,8 +301,11 @@ def linear_rope_write_kv(
     if packed.out_size != (num_heads + 2 * kv.shape[3]) * head_dim:
         raise ValueError(f"weight of {packed.out_size} outputs for {num_heads} + 2 * {kv.shape[3]} heads of {head_dim}")
     data_type_of(x, kv)
-    query = empty_rows((x.shape[0], num_heads, head_dim), x.dtype)
-    rope = rope_arguments(cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads)
+    num_rows = x.shape[0]
+    query = empty_rows((num_rows, num_heads, head_dim), x.dtype)
+    rope = rope_arguments(
+        cos_sin, kv, layer=layer, positions=positions, slots=slots, num_heads=num_heads, num_rows=num_rows
+    )
     library().linear_rope_write_kv(*_linear_arguments(x, packed, query), *rope)
     return query
 
@@ -307,7 +330,10 @@ def _copy_blocks(
     target: torch.Tensor, target_ids: torch.Tensor | None, source: torch.Tensor, source_ids: torch.Tensor | None
 ) -> None:
     """Copies one block an id; on the side without ids the blocks lie in order from 0."""
-    count = max(0 if ids is None else ids.numel() for ids in (target_ids, source_ids))
+    given = [ids for ids in (target_ids, source_ids) if ids is not None]
+    count = given[0].numel()
+    if any(ids.numel() != count for ids in given):
+        raise ValueError(f"{given[1].numel()} blocks into {count}")
     if count == 0:
         return
     for tensor, ids in ((target, target_ids), (source, source_ids)):
@@ -320,13 +346,15 @@ def _copy_blocks(
                 raise ValueError(f"staging of {tensor.shape[0]} blocks for {count}")
         elif ids.dtype != torch.int64 or int(ids.min()) < 0 or int(ids.max()) >= tensor.shape[0]:
             raise ValueError(f"block ids must be int64 below {tensor.shape[0]}")
+    # Held by name until the call is over: a copy that nobody holds is gone before.
+    target_ids, source_ids = (None if ids is None else ids.contiguous() for ids in (target_ids, source_ids))
     library().copy_blocks(
         target.data_ptr(),
         target.stride(0) * target.element_size(),
-        None if target_ids is None else target_ids.contiguous().data_ptr(),
+        None if target_ids is None else target_ids.data_ptr(),
         source.data_ptr(),
         source.stride(0) * source.element_size(),
-        None if source_ids is None else source_ids.contiguous().data_ptr(),
+        None if source_ids is None else source_ids.data_ptr(),
         count,
         source[0].numel() * source.element_size(),
     )

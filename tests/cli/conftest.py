@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -72,18 +71,12 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run_cli() -> Cli:
+def run_cli(command_server: Any) -> Cli:
     """`batchllm` with the given arguments in a process of its own; one thread, since tests share the machine."""
 
     def run(*arguments: str | Path, input: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", "from batchllm.cli.main import main; main()", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            input=input,
-            timeout=240,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)} | environment,
-        )
+        ended = command_server.run(*arguments, folder=Path.cwd(), stdin=input, environment=environment, timeout_s=240)
+        return subprocess.CompletedProcess(arguments, ended.code, ended.stdout, ended.stderr)
 
     return run
 

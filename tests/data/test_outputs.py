@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import subprocess
 import sys
@@ -433,3 +434,10 @@ def test_a_lock_that_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".lock")
     with pytest.raises(FolderError, match=r"\.lock: cannot be locked: it is no file"):
         RunLock(tmp_path)
+
+
+def test_names_of_runs_sort_as_the_runs_begin_within_a_second_too() -> None:
+    first = datetime.datetime(2026, 12, 1, 3, 59, 59, 999_950, tzinfo=datetime.UTC)
+    names = [outputs.new_run_id(first + datetime.timedelta(microseconds=20 * number)) for number in range(2000)]
+    assert names == sorted(set(names))
+    assert names[0].startswith("20261201T035959Z-fff") and names[-1].startswith("20261201T040000Z-0")

@@ -7,6 +7,7 @@ the child and is reported here under its own name with its own outcome.
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -123,12 +124,17 @@ def assert_near(kernels: ops.Kernels) -> Callable[[torch.Tensor, torch.Tensor], 
 
     The interpreter cuts numbers off at bfloat16's 8 bits where hardware rounds.
     """
-    factor = 1.0 if kernels.name == "triton" else 0.5
+    return functools.partial(_check_near, factor=1.0 if kernels.name == "triton" else 0.5)
 
-    def check(result: torch.Tensor, truth: torch.Tensor) -> None:
-        assert error_share(result, truth.cpu().double(), dtype=result.dtype) <= factor
 
-    return check
+@pytest.fixture
+def assert_is_near() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """`assert_near` for tests of the native kernels alone."""
+    return functools.partial(_check_near, factor=0.5)
+
+
+def _check_near(result: torch.Tensor, truth: torch.Tensor, *, factor: float) -> None:
+    assert error_share(result, truth.cpu().double(), dtype=result.dtype) <= factor
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,6 +223,21 @@ def test_rows_that_are_just_enough_for_passes_have_the_bits_of_one_operation_aft
         assert_same_bits(native, case)
 
 
+@pytest.fixture
+def eight_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_rows", [800, 769, 790])
+def test_a_short_last_pass_has_the_bits_of_one_operation_after_the_other(native, dtype, eight_threads, num_rows):
+    """Eight threads take 112 rows each, the last one 16 of 800, 97 of 769 and 6 of 790: fewer rows are multiplied with more weights at once."""
+    case = LayersCase.make([num_rows - 1, 1], size=576, gated_size=256, heads=(4, 2, 16), dtype=dtype, num_layers=2)
+    assert_same_bits(native, case)
+
+
 @pytest.mark.parametrize("int8", [PARTS, *((part,) for part in PARTS), ("qkv", "output", "gate_up")], ids="-".join)
 def test_layers_with_int8_weights_have_the_bits_of_one_operation_after_the_other(native, dtype, int8):
     for size, gated_size, heads in SMALL_SHAPES[:2]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import subprocess
@@ -13,6 +14,7 @@ import torch
 
 from batchllm import ops
 from batchllm.errors import JobError
+from batchllm.kernels.attention import AttentionPlan
 from batchllm.kernels.native import library as native_library
 from batchllm.kernels.native import operations
 from batchllm.kernels.native.library import Library
@@ -30,8 +32,10 @@ def library() -> Library:
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
-    return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+    # What this process imports, a build of its own among it.
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    command = [sys.executable, "-P", "-c", code]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
 
 
 def build_in_copy(folder: Path, compiler: str) -> subprocess.CompletedProcess[str]:
@@ -167,6 +171,63 @@ def test_tensors_that_do_not_fit_are_refused_by_name(library):
         operations.gather_blocks(kv, torch.tensor([2]), torch.empty_like(kv))
     with pytest.raises(ValueError, match="staging of 2 blocks for 3"):
         operations.scatter_blocks(kv, torch.tensor([0, 1, 0]), torch.empty_like(kv))
+
+
+def test_shapes_that_would_be_read_beyond_their_end_are_refused(library):
+    x = torch.randn(3, 16)
+    refused = {
+        "weight: must have 16": lambda: operations.rms_norm(x, torch.ones(15), eps=1e-5),
+        "weight: must be contiguous": lambda: operations.rms_norm(x, torch.ones(32)[::2], eps=1e-5),
+        r"residual: must be \(3, 16\)": lambda: operations.rms_norm(x, torch.ones(16), eps=1e-5, residual=x[:2]),
+        "must have two halves": lambda: operations.silu_mul(torch.randn(2, 15)),
+        "bias: must have 8 numbers": lambda: operations.pack_linear(torch.randn(8, 16), torch.ones(7)),
+    }
+    for match, call in refused.items():
+        with pytest.raises(ValueError, match=match):
+            call()
+
+
+def test_rows_that_do_not_fit_their_pool_or_plan_are_refused(library):
+    kv, cos_sin = torch.randn(2, 1, 2, 1, 4, 8), torch.randn(9, 8)
+    places = {"positions": torch.zeros(3, dtype=torch.int32), "slots": torch.arange(3)}
+
+    def rope(width=24, **changed):
+        qkv = torch.randn(3, width)
+        operations.rope_write_kv(qkv, cos_sin, kv, layer=0, num_heads=1, **{**places, **changed})
+
+    rope()
+    for match, changed in {
+        "23 numbers for 1": {"width": 23},
+        "2 slots and 3 positions": {"slots": torch.arange(2)},
+        "3 slots and 2 positions": {"positions": torch.zeros(2, dtype=torch.int32)},
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            rope(**changed)
+    plan = AttentionPlan(
+        positions=places["positions"],
+        tables=torch.zeros(3, dtype=torch.int32),
+        block_table=torch.zeros(1, 1, dtype=torch.int32),
+        items=torch.tensor([[0, 3, 0, 1, 1, -1]], dtype=torch.int32),
+        merge_rows=torch.empty(0, dtype=torch.int32),
+        merge_start=torch.zeros(1, dtype=torch.int32),
+        merge_partials=torch.empty(0, dtype=torch.int32),
+        num_partials=0,
+    )
+
+    def attention(*, heads=(1, 8), **changed):
+        query = torch.randn(3, *heads)
+        operations.attention(query, kv, layer=0, plan=dataclasses.replace(plan, **changed), scale=1.0)
+
+    attention()
+    for match, changed in {
+        "1 heads of 16 over": {"heads": (1, 16)},
+        "items must be int32": {"items": plan.items.long()},
+        "tables must be int32 and contiguous": {"tables": torch.zeros(6, dtype=torch.int32)[::2]},
+        "2 positions, 3 tables": {"positions": plan.positions[:2]},
+        r"items \(1, 5\)": {"items": plan.items[:, :5].contiguous()},
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            attention(**changed)
 
 
 def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:

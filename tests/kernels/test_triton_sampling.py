@@ -108,7 +108,7 @@ def test_the_kernel_draws_the_tokens_of_the_reference(num_rows: int, vocabulary:
 
 @pytest.mark.triton
 def test_the_kernel_never_draws_a_filtered_token() -> None:
-    num_rows = 8
+    num_rows = 4
     logits = (2 * torch.randn(num_rows, 150, generator=torch.Generator().manual_seed(5))).round()
     for columns in ({"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {"top_k": 10, "top_p": 0.5}, {"top_p": 0.0}):
         batch = batch_of(num_rows, temperature=2.0, **columns)

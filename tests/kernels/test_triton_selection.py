@@ -39,6 +39,17 @@ def test_asking_for_triton_gives_every_operation_of_it(monkeypatch: pytest.Monke
     assert torch.allclose(kernels.silu_mul(gate_up), ops.REFERENCE.silu_mul(gate_up))
 
 
+@pytest.mark.triton
+def test_a_head_size_that_triton_is_not_tuned_for_is_named_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setenv("BATCHLLM_KERNELS", "triton")
+    assert ops.select_kernels(device, head_dim=80).name == "triton"
+    with pytest.raises(JobError, match="tuned for head dims 64, 80, 96, 128, 256, and the model's is 100"):
+        ops.select_kernels(device, head_dim=100)
+
+
 def test_references_import_and_run_without_triton() -> None:
     program = """
 import sys
