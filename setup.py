@@ -42,6 +42,7 @@ ANY_PROCESSOR = [
     "layers.cpp",
     "rows.cpp",
     "attention_units.cpp",
+    "threads.cpp",
     "checksum.cpp",
     "dequantise.cpp",
     "path_portable.cpp",

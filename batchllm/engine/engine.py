@@ -24,11 +24,11 @@ from batchllm.engine.pool import make_pool
 from batchllm.engine.prefill_cost import PrefillCost
 from batchllm.engine.protocols import Store, Vocabulary
 from batchllm.engine.records import Records
-from batchllm.engine.sampling import Sampled
 from batchllm.engine.scheduled import ScheduledStep
 from batchllm.engine.scheduler import Scheduler, Speculation
 from batchllm.engine.staged_mover import StagedMover
 from batchllm.engine.step import StepBatch, build_step
+from batchllm.engine.step_tokens import StepTokens
 from batchllm.engine.transfer import HostMover, TierSetup
 from batchllm.kernels.attention import CHUNK, AttentionPlan
 from batchllm.planner.plan import Plan
@@ -146,6 +146,12 @@ class Engine:
             seed=seed,
             grammar_tokens=grammar_tokens,
         )
+        self._tokens = StepTokens(
+            scheduler=self.scheduler,
+            answers=self._answers,
+            metrics=self.metrics,
+            most_forced=min(_MOST_FORCED, config.max_step_tokens - 1),
+        )
         self._ahead = None
         if config.runs_ahead:
             self._ahead = TokensAhead(
@@ -203,7 +209,8 @@ class Engine:
             hidden = self._forward(batch)
             model_at = time.monotonic()
             if batch.sample_slots.size:
-                tally.completions = self._sample(hidden, batch, tally, has_drafts=step.num_drafted > 0)
+                taken = self._tokens.take(hidden, batch, has_drafts=step.num_drafted > 0)
+                tally.completions, tally.num_accepted = taken.completions, taken.num_accepted
         finished_at = time.monotonic()
         tally.model_s = model_at - scheduled_at
         self.metrics.schedule_s += scheduled_at - tally.started_at
@@ -275,87 +282,6 @@ class Engine:
 
     def _to_device(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.decoder.device)
-
-    def _sample(self, hidden: torch.Tensor, batch: StepBatch, tally: _Tally, *, has_drafts: bool) -> list[Completion]:
-        """Samples each of the batch's rows, appends what counts, and answers the sequences that end with it."""
-        slots, table = batch.sample_slots, self.scheduler.table
-        positions = batch.plan.positions[batch.sample_rows].astype(np.int64) + 1 - table.prompt_length[slots]
-        sampled = self._answers.choose(hidden, slots, positions)
-        first = np.arange(slots.size)
-        if has_drafts:
-            first = np.flatnonzero(np.concatenate([[True], slots[1:] != slots[:-1]]))
-            ended, completions = self._take_drafted(batch, positions, sampled, first, tally)
-        else:
-            ended, completions = self._take(slots, positions, sampled)
-        done = slots[first[ended]].tolist()
-        if self._answers.may_force:
-            unfinished = first[~ended]
-            completions += self._take_forced(slots[unfinished], positions[unfinished] + 1, done)
-        for slot in done:
-            self._answers.remove(slot)
-        if done:
-            self.scheduler.finish(np.array(done, dtype=np.int64))
-        return completions
-
-    def _take(self, slots: np.ndarray, positions: np.ndarray, sampled: Sampled) -> tuple[np.ndarray, list[Completion]]:
-        """Appends a token of each of the distinct `slots`; as `Answers.take`."""
-        good = np.flatnonzero(sampled.token_ids >= 0) if sampled.bad_rows else slice(None)
-        self.scheduler.append(slots[good], sampled.token_ids[good])
-        return self._answers.take(slots, positions, sampled)
-
-    def _take_drafted(
-        self, batch: StepBatch, positions: np.ndarray, sampled: Sampled, first: np.ndarray, tally: _Tally
-    ) -> tuple[np.ndarray, list[Completion]]:
-        """`_take` of sequences that may have several rows, the `first` of each given: which of them ended, and their completions.
-
-        A drafted row counts if the row before it gave just the token that was drafted. So the rows of a sequence are taken in turn, the
-        first ones of all sequences at once.
-        """
-        slots, drafted = batch.sample_slots, batch.token_ids[batch.sample_rows]
-        end = np.concatenate([first[1:], [slots.size]])
-        has_ended = np.zeros(first.size, dtype=bool)
-        num_accepted = np.zeros(first.size, dtype=np.int64)
-        completions: list[Completion] = []
-        rows, taken = first, np.arange(first.size)
-        while rows.size:
-            ended, ending = self._take(slots[rows], positions[rows], sampled.of(rows))
-            completions += ending
-            has_ended[taken[ended]] = True
-            goes_on = ~ended & (rows + 1 < end[taken])
-            rows, taken = rows[goes_on], taken[goes_on]
-            is_right = sampled.token_ids[rows] == drafted[rows + 1]
-            rows, taken = rows[is_right] + 1, taken[is_right]
-            num_accepted[taken] += 1
-        with_drafts = np.flatnonzero(end - first > 1)
-        if with_drafts.size and self.scheduler.drafter is not None:
-            num_drafted = (end - first - 1)[with_drafts]
-            self.scheduler.drop_drafts(slots[first[with_drafts]])
-            self.scheduler.drafter.note(
-                slots[first[with_drafts]], num_drafted=num_drafted, num_accepted=num_accepted[with_drafts]
-            )
-            tally.num_accepted = int(num_accepted.sum())
-        return has_ended, completions
-
-    def _take_forced(self, slots: np.ndarray, positions: np.ndarray, done: list[int]) -> list[Completion]:
-        """Takes the tokens that the grammars of `slots` leave no choice in, without the model, which computes them with the next step.
-
-        `positions` as for `Answers.choose`; only those of rows with a grammar, which are not drafted, are looked at. Adds to `done` the
-        slots that end.
-        """
-        completions: list[Completion] = []
-        for _ in range(min(_MOST_FORCED, self.config.max_step_tokens - 1)):
-            token_ids = self._answers.forced(slots)
-            is_forced = token_ids >= 0
-            slots, positions, token_ids = slots[is_forced], positions[is_forced], token_ids[is_forced]
-            if not slots.size:
-                break
-            self.scheduler.append_forced(slots, token_ids)
-            self.metrics.forced_tokens += slots.size
-            ended, ending = self._answers.take(slots, positions, Sampled(token_ids))
-            completions += ending
-            done += slots[ended].tolist()
-            slots, positions = slots[~ended], positions[~ended] + 1
-        return completions
 
     def _count(self, completions: list[Completion]) -> list[Completion]:
         for completion in completions:

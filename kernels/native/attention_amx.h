@@ -212,13 +212,13 @@ class TileEngine {
     for (int i = 0; i < 32 * steps; i += 32) {
       for (int n = 0; n < N; ++n) {
         const float* s = scores_ + (column + n) * kScoreStride + i;
-        __m512 even = exp2_rough({_mm512_fmadd_ps(_mm512_loadu_ps(s), factor, offset[n])}).v;
-        __m512 odd = exp2_rough({_mm512_fmadd_ps(_mm512_loadu_ps(s + 16), factor, offset[n])}).v;
+        __m512 first = exp2_rough({_mm512_fmadd_ps(_mm512_loadu_ps(s), factor, offset[n])}).v;
+        __m512 second = exp2_rough({_mm512_fmadd_ps(_mm512_loadu_ps(s + 16), factor, offset[n])}).v;
         if (i + 32 > visible[n]) {
-          even = _mm512_maskz_mov_ps(lanes(visible[n] - i), even);
-          odd = _mm512_maskz_mov_ps(lanes(visible[n] - i - 16), odd);
+          first = _mm512_maskz_mov_ps(lanes(visible[n] - i), first);
+          second = _mm512_maskz_mov_ps(lanes(visible[n] - i - 16), second);
         }
-        const __m512bh weights = _mm512_cvtne2ps_pbh(odd, even);
+        const __m512bh weights = _mm512_cvtne2ps_pbh(second, first);
         sum[n] = _mm512_dpbf16_ps(sum[n], weights, ones);
         _mm512_storeu_si512(weights_ + (column + n) * kWeightStride + i, (__m512i)weights);
       }

@@ -1,10 +1,5 @@
 // Cuts a step's attention into units for the threads. Compiled for any processor.
-#include <omp.h>
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 
 #include "native.h"
 
@@ -77,40 +72,6 @@ const AttentionUnit* attention_units(const AttentionCall& call, bool forks, int6
   *num_units = next - units;
   std::stable_sort(units, next, [](const AttentionUnit& a, const AttentionUnit& b) { return a.cost > b.cost; });
   return units;
-}
-
-int num_threads() { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
-
-namespace {
-constexpr size_t kHugePageBytes = 2 << 20;
-
-struct Slots {
-  void* memory[kNumScratchSlots] = {};
-  size_t size[kNumScratchSlots] = {};
-  ~Slots() {
-    for (void* m : memory) std::free(m);
-  }
-};
-}  // namespace
-
-void* scratch(ScratchSlot slot, size_t num_bytes) {
-  static thread_local Slots slots;
-  if (num_bytes > slots.size[slot]) {
-    std::free(slots.memory[slot]);
-    // Rows of a pass lie in hundreds of small pages, each of which a core has to find again and again.
-    const size_t wanted = num_bytes + num_bytes / 4, page = wanted > kHugePageBytes / 2 ? kHugePageBytes : 4096;
-    const size_t size = (wanted + page - 1) / page * page;
-    slots.memory[slot] = std::aligned_alloc(page, size);
-#ifdef MADV_HUGEPAGE
-    if (page == kHugePageBytes && slots.memory[slot] != nullptr) madvise(slots.memory[slot], size, MADV_HUGEPAGE);
-#endif
-    slots.size[slot] = size;
-    if (slots.memory[slot] == nullptr) {
-      std::fprintf(stderr, "batchllm: no memory for %zu bytes of scratch\n", size);
-      std::abort();
-    }
-  }
-  return slots.memory[slot];
 }
 
 }  // namespace batchllm

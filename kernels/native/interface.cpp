@@ -175,7 +175,7 @@ EXPORT void batchllm_copy_blocks(void* to, int64_t to_stride, const int64_t* to_
 }
 
 EXPORT uint64_t batchllm_copy_checksum(void* to, const void* from, int64_t num_bytes) {
-  return copy_checksum(to, from, num_bytes, current().load(std::memory_order_relaxed) >= kAvx512);
+  return copy_checksum(to, from, num_bytes, current_path() >= kAvx512);
 }
 
 EXPORT void batchllm_dequantise(const void* from, void* to, int64_t num_blocks, int32_t kind, int32_t data_type) {

@@ -86,13 +86,15 @@ __attribute__((noinline)) void finish_rows(const LinearCall& call, float* y, int
       place_head(from, static_cast<T*>(call.out), row, int(first / width), call.rope);
     } else {
       Vec peak = broadcast(-__builtin_inff());
-      for (int i = 0; i + 16 <= count; i += 16) peak = maximum(peak, load(from + i));
+      // In this order what is no number is passed over.
+      for (int i = 0; i + 16 <= count; i += 16) peak = maximum(load(from + i), peak);
       float value = maximum_lanes(peak);
       for (int i = count / 16 * 16; i < count; ++i) value = from[i] > value ? from[i] : value;
       Best& row_best = best[row];
       if (value < row_best.value) continue;
       int64_t index = 0;
       while (index < count - 1 && from[index] != value) ++index;
+      if (from[index] != value) continue;
       index += first;
       if (value > row_best.value || index < row_best.index) row_best = {value, index};
     }

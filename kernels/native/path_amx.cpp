@@ -32,6 +32,12 @@ void linear_int8_tiles(const LinearCall& call) { linear_int8_by_type<Int8TileMul
 
 }  // namespace amx_path
 
-const PathTable kAmxTable = {amx_path::attention_by_type, amx_path::tile_units_by_type, amx_path::linear_by_type, amx_path::linear_int8_tiles, amx_path::between_attention_by_type,
-                             amx_path::rms_norm, amx_path::silu_mul, amx_path::rope_write_kv};
+const PathTable kAmxTable = {amx_path::attention_by_type,
+                             amx_path::tile_units_by_type,
+                             amx_path::linear_by_type,
+                             amx_path::linear_int8_tiles,
+                             amx_path::between_attention_by_type,
+                             amx_path::rms_norm,
+                             amx_path::silu_mul,
+                             amx_path::rope_write_kv};
 }  // namespace batchllm

@@ -1,4 +1,4 @@
-// The table of a path without tile units; the including file names the path and its table.
+// The table of a path without tile units; the including file names the path.
 #pragma once
 
 #include "attention_vector.h"
@@ -30,6 +30,8 @@ inline void between_attention(const BetweenAttentionCall& call) {
 }
 
 inline void linear_int8(const LinearCall& call) { linear_int8_by_type<Int8VectorMultiplier>(call); }
+
+inline constexpr PathTable kTable = {attention, units_by_type, linear, linear_int8, between_attention, rms_norm, silu_mul, rope_write_kv};
 
 }  // namespace BATCHLLM_PATH
 }  // namespace batchllm

@@ -542,6 +542,14 @@ def test_linear_logits_hold_what_linear_argmax_compares(kernels, dtype, out_size
     assert torch.equal(logits.gather(1, winner[:, None]).squeeze(1), logits.amax(dim=1))
 
 
+def test_linear_argmax_passes_over_what_is_no_number(native, dtype):
+    weight, x = torch.randn(300, 40).to(dtype), torch.randn(20, 40).to(dtype)
+    weight[[0, 17, 130, 299]] = torch.nan
+    expected = (x.double() @ weight.double().T).nan_to_num(-torch.inf).argmax(dim=1)
+    assert native.linear_argmax(x, native.pack_linear(weight)).tolist() == expected.tolist()
+    assert native.linear_argmax(x, native.pack_linear(weight * torch.nan)).tolist() == [0] * 20
+
+
 def test_linear_argmax_takes_the_lowest_index_among_equals(kernels, dtype):
     weight = torch.zeros(300, 8).to(dtype)
     weight[[40, 41, 250]] = 1
