@@ -31,7 +31,7 @@ test: $(VENV)/.installed-dev
 TILES := build/emulated_tiles
 test-tiles: $(VENV)/.installed-dev
 	CXX=$(CURDIR)/tests/kernels/emulated_tiles/compiler $(BIN)/python setup.py --quiet build --build-base $(TILES) --build-lib $(TILES)/lib
-	PYTHONPATH=$(TILES)/lib OMP_NUM_THREADS=1 $(BIN)/pytest tests/kernels -k amx -n auto
+	PYTHONPATH=$(CURDIR)/$(TILES)/lib OMP_NUM_THREADS=1 $(BIN)/pytest tests/kernels -k amx -n auto
 
 # Beside other engines, each in an environment of its own outside of this folder (docs/performance.md). Needs a quiet machine.
 PEER_VENVS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/batchllm-peers
