@@ -32,8 +32,8 @@ def library() -> Library:
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    # What this process imports, a build of its own among it; an empty path would be the working folder.
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
+    # The package that this process has, which may be a build of its own.
+    variables = {**os.environ, "PYTHONPATH": str(Path(ops.__file__).parents[1]), **environment}
     command = [sys.executable, "-P", "-c", code]
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
 
