@@ -116,7 +116,7 @@ def _plan_attention(
             common, counts=counts, starts=starts, first_rows=first_rows, num_decode=num_decode, chunk=chunk
         )
     else:
-        items, partial_counts = _own_items(first_rows[:-1], counts, np.zeros_like(stops), stops), None
+        items, partial_counts = _own_items(first_rows[:-1], counts, np.zeros_like(stops), stops), np.zeros_like(stops)
     merge_rows, merge_start, merge_partials = _merge_lists(items, partial_counts, positions, chunk)
     return PlanArrays(
         positions=positions.astype(np.int32),
@@ -126,7 +126,7 @@ def _plan_attention(
         merge_rows=merge_rows,
         merge_start=merge_start,
         merge_partials=merge_partials,
-        num_partials=0 if partial_counts is None else int(partial_counts.sum()),
+        num_partials=int(partial_counts.sum()),
     )
 
 
@@ -280,14 +280,11 @@ def _rows_of(items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _merge_lists(
-    items: np.ndarray, partial_counts: np.ndarray | None, positions: np.ndarray, chunk: int
+    items: np.ndarray, partial_counts: np.ndarray, positions: np.ndarray, chunk: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows that have partials, and for each its partial numbers in ascending position, but for those that lie behind the row.
-
-    `partial_counts`: of each item; None: no item leaves any.
-    """
-    total = 0 if partial_counts is None else int(partial_counts.sum())
-    if partial_counts is None or total == 0:
+    """Rows that have partials, and for each its partial numbers in ascending position, but for those that lie behind the row."""
+    total = int(partial_counts.sum())
+    if total == 0:
         return np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int32), np.zeros(0, dtype=np.int32)
     item = np.repeat(np.arange(len(items)), partial_counts)
     within = np.arange(total) - np.repeat(np.concatenate([[0], np.cumsum(partial_counts)])[:-1], partial_counts)
