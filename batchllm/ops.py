@@ -113,7 +113,6 @@ class ToLastAttention(Protocol):
         target: KvTarget,
         plan: AttentionPlan,
         scale: float,
-        attends_last: bool = True,
     ) -> torch.Tensor | None: ...
 
 

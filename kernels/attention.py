@@ -25,7 +25,7 @@ The Triton kernels are in `attention_triton.py`, for length alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -69,7 +69,9 @@ class AttentionPlan:
     `merge_rows` [num_merge_rows], `merge_start` [num_merge_rows + 1], `merge_partials`: the rows whose output is merged, and for
         the i-th of them the partial numbers `merge_partials[merge_start[i]:merge_start[i + 1]]`, ascending in position.
         A partial that lies wholly after a row's position was never written and is not listed.
-    `schedule`: what `schedule_attention` made of the items, once a step; None where nothing is to be made, or each launch makes its own.
+    `last_items` [n, 6]: what the last layer of a model attends, the items of rows whose output is wanted of it; None: `items`. Items that
+        leave partials are the same in both. A single layer's attention does not look at them.
+    `schedule`: what `schedule_attention` made of `items`, once a step; None where nothing is to be made, or each launch makes its own.
 
     A step that a CUDA graph replays has tensors of fixed shapes: items of 0 rows, and merge rows without partials, do nothing (the native
     kernels are never given any).
@@ -83,7 +85,12 @@ class AttentionPlan:
     merge_start: torch.Tensor
     merge_partials: torch.Tensor
     num_partials: int
+    last_items: torch.Tensor | None = None
     schedule: torch.Tensor | None = None
+
+    def of_last_layer(self) -> AttentionPlan:
+        """What the last layer attends."""
+        return self if self.last_items is None else replace(self, items=self.last_items, schedule=None)
 
 
 def schedule_attention(plan: AttentionPlan, heads: HeadShape) -> AttentionPlan:

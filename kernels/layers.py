@@ -50,15 +50,16 @@ class LayerOperations:
         target: KvTarget,
         plan: AttentionPlan,
         scale: float,
-        attends_last: bool = True,
     ) -> torch.Tensor | None:
         """What the last layer's attention gave, [num_rows, num_heads * head_dim]; `residual` [num_rows, hidden_size] is then, **in place**,
         what that layer began with.
 
         `layers`: as `pack_layers` gave them. `target`: the first layer's; each next one's keys and values go to the pool's next layer, and
-        are read from there. Without `attends_last` the last layer's keys and values are written, and nothing is given back.
+        are read from there. The last layer attends `plan.last_items`; where there are none of them its keys and values are written, and
+        nothing is given back.
         """
         attended, end = None, None
+        last = target.layer + len(layers) - 1
         for number, layer in enumerate(layers, start=target.layer):
             query = self.between_attention(
                 residual,
@@ -68,8 +69,10 @@ class LayerOperations:
                 start=layer.start,
                 target=replace(target, layer=number),
             )
-            if not attends_last and number == target.layer + len(layers) - 1:
-                return None
+            if number == last:
+                plan = plan.of_last_layer()
+                if plan.last_items is not None and len(plan.items) == 0:
+                    return None
             attended = self.attention(
                 query, target.kv, layer=number, plan=plan, scale=scale, kv_scale=target.kv_scale
             ).flatten(1)

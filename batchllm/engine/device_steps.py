@@ -108,13 +108,15 @@ class _Layout:
             size = int(np.prod(shape)) * dtype.itemsize
             views[name] = buffer[start : start + size].view(dtype).view(shape)
         plan = AttentionPlan(
-            **{name: views[name] for name in _PLAN_ARRAYS}, num_partials=self._num_partials, schedule=None
+            **{name: views[name] for name in _PLAN_ARRAYS},
+            num_partials=self._num_partials,
+            last_items=views.get("last_items"),
         )
         sampling = SamplingBatch(**{name: views[name] for name in _SAMPLING_ARRAYS}) if "seed" in views else None
         return _Inputs(**{name: views[name] for name in _ROW_ARRAYS}, plan=plan, sampling=sampling)
 
 
-_PLAN_ARRAYS = [field.name for field in fields(PlanArrays) if field.name != "num_partials"]
+_PLAN_ARRAYS = [field.name for field in fields(PlanArrays) if field.name not in ("num_partials", "last_items")]
 _SAMPLING_ARRAYS = [field.name for field in fields(SamplingBatch)]
 _ROW_ARRAYS = ["token_ids", "ahead", "kv_slots", "sample_rows", "sample_slots"]
 
@@ -180,6 +182,8 @@ class DeviceSteps:
             "sample_slots": batch.sample_slots,
             **{name: getattr(batch.plan, name) for name in _PLAN_ARRAYS},
         }
+        if batch.plan.last_items is not None:
+            arrays["last_items"] = batch.plan.last_items
         if sampling is not None:
             arrays |= {name: getattr(sampling, name).numpy() for name in _SAMPLING_ARRAYS}
         hidden = None

@@ -270,6 +270,7 @@ class Engine:
             merge_start=self._to_device(arrays.merge_start),
             merge_partials=self._to_device(arrays.merge_partials),
             num_partials=arrays.num_partials,
+            last_items=None if arrays.last_items is None else self._to_device(arrays.last_items),
         )
         return decoder.forward(
             token_ids=self._to_device(batch.token_ids),

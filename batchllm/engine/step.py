@@ -31,6 +31,7 @@ class PlanArrays:
     merge_start: np.ndarray
     merge_partials: np.ndarray
     num_partials: int
+    last_items: np.ndarray | None = None
 
     def reads_of(self, num_rows: int) -> KvReads:
         """What the first `num_rows` rows read, whole items."""
@@ -88,6 +89,7 @@ def build_step(step: ScheduledStep, scheduler: Scheduler, *, chunk: int) -> Step
             starts=starts,
             first_rows=first_rows,
             positions=positions,
+            sample_rows=sample_rows,
             num_decode=step.num_decode,
             chunk=chunk,
         ),
@@ -102,6 +104,7 @@ def _plan_attention(
     starts: np.ndarray,
     first_rows: np.ndarray,
     positions: np.ndarray,
+    sample_rows: np.ndarray,
     num_decode: int,
     chunk: int,
 ) -> PlanArrays:
@@ -127,7 +130,27 @@ def _plan_attention(
         merge_start=merge_start,
         merge_partials=merge_partials,
         num_partials=int(partial_counts.sum()),
+        last_items=_sampled_items(items, sample_rows, num_rows=positions.size),
     )
+
+
+def _sampled_items(items: np.ndarray, sample_rows: np.ndarray, *, num_rows: int) -> np.ndarray | None:
+    """Items int32 [n, 6] of the last layer, without prompt rows whose next token nobody wants; None where each row's is wanted."""
+    if sample_rows.size == num_rows:
+        return None
+    if sample_rows.size == 0:
+        return np.zeros((0, 6), dtype=np.int32)
+    is_sampled = np.zeros(num_rows + 1, dtype=np.int64)
+    is_sampled[sample_rows + 1] = 1
+    before = np.cumsum(is_sampled)
+    stops = items[:, 0] + items[:, 1]
+    counts = before[stops] - before[items[:, 0]]
+    # A sequence's sampled rows are its last ones. What is left of others stays as it is: only decoding sequences share or leave partials, and
+    # each of them has a sampled row.
+    alone = (items[:, 5] < 0) & (items[:, 4] == items[:, 3])
+    sampled = items.astype(np.int32)
+    sampled[alone, 0], sampled[alone, 1] = (stops - counts)[alone], counts[alone]
+    return sampled[sampled[:, 1] > 0]
 
 
 def _own_items(first_rows: np.ndarray, counts: np.ndarray, own_start: np.ndarray, stops: np.ndarray) -> np.ndarray:

@@ -142,7 +142,7 @@ class Decoder:
 
         `token_ids` int64 [num_rows], each below the vocabulary size; `positions` int32 and `slots` int64 [num_rows], as
         in `rope_write_kv`; `kv` is the block pool as in `attention`, and takes the rows' keys and values.
-        What follows the last layer's attention is computed for the sampled rows only.
+        What follows the last layer's attention is computed for the sampled rows only, and so is that attention where `plan.last_items` says so.
         """
         kernels, config, eps = self.kernels, self.config, self.config.rms_eps
         plan = kernels.schedule_attention(plan, self._heads)
@@ -154,7 +154,6 @@ class Decoder:
             target=KvTarget(self._cos_sin, kv, 0, positions, slots, config.num_heads, self._kv_scale),
             plan=plan,
             scale=self._scale,
-            attends_last=sample_rows.numel() > 0,
         )
         if attended is None:
             return residual[:0]

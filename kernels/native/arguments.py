@@ -92,9 +92,7 @@ def rope_arguments(
 
 def plan_arguments(plan: AttentionPlan, *, num_rows: int) -> tuple[int, ...]:
     for name in _PLAN_TENSORS:
-        tensor = getattr(plan, name)
-        if tensor.dtype != torch.int32 or not tensor.is_contiguous():
-            raise ValueError(f"plan: {name} must be int32 and contiguous, is {tensor.dtype} {tensor.stride()}")
+        _require_plan_tensor(name, getattr(plan, name))
     # Plans of more rows are taken for their first ones.
     if plan.positions.numel() < num_rows or plan.tables.numel() < num_rows or plan.items.shape[1:] != (6,):
         raise ValueError(
@@ -113,3 +111,19 @@ def plan_arguments(plan: AttentionPlan, *, num_rows: int) -> tuple[int, ...]:
         plan.merge_rows.shape[0],
         plan.num_partials,
     )
+
+
+def last_items_arguments(plan: AttentionPlan) -> tuple[int | None, int]:
+    """-1 of them where the last layer attends what the others do."""
+    items = plan.last_items
+    if items is None:
+        return None, -1
+    _require_plan_tensor("last_items", items)
+    if items.shape[1:] != (6,):
+        raise ValueError(f"plan: last_items must be [n, 6], is {tuple(items.shape)}")
+    return items.data_ptr(), items.shape[0]
+
+
+def _require_plan_tensor(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+        raise ValueError(f"plan: {name} must be int32 and contiguous, is {tensor.dtype} {tensor.stride()}")

@@ -141,19 +141,20 @@ EXPORT void batchllm_linear_rope_write_kv(const void* x, const void* weight, con
 }
 
 EXPORT void batchllm_to_last_attention(void* residual, int64_t num_rows, int64_t size, float eps, int32_t data_type, const LayerWeights* layers,
-                                       int64_t num_layers, int32_t attends_last, void* query, void* attended, void* normed, void* gated,
-                                       void* wide, int64_t layer_stride, const float* cos_sin, const int32_t* row_positions,
-                                       const int64_t* slots, void* kv, int64_t block_stride, int32_t num_heads, int32_t num_kv_heads,
-                                       int32_t head_dim, int32_t block_size, const int32_t* positions, const int32_t* tables,
-                                       const int32_t* block_table, int64_t max_blocks, const int32_t* items, int64_t num_items,
-                                       const int32_t* merge_rows, const int32_t* merge_start, const int32_t* merge_partials,
-                                       int64_t num_merge_rows, int64_t num_partials, float scale) {
-  to_last_attention({residual, num_rows, size, eps, data_type, layers, num_layers, attends_last != 0, query, attended, normed, gated, wide,
+                                       int64_t num_layers, void* query, void* attended, void* normed, void* gated, void* wide,
+                                       int64_t layer_stride, const float* cos_sin, const int32_t* row_positions, const int64_t* slots, void* kv,
+                                       int64_t block_stride, int32_t num_heads, int32_t num_kv_heads, int32_t head_dim, int32_t block_size,
+                                       const int32_t* positions, const int32_t* tables, const int32_t* block_table, int64_t max_blocks,
+                                       const int32_t* items, int64_t num_items, const int32_t* merge_rows, const int32_t* merge_start,
+                                       const int32_t* merge_partials, int64_t num_merge_rows, int64_t num_partials, const int32_t* last_items,
+                                       int64_t num_last_items, float scale) {
+  to_last_attention({residual, num_rows, size, eps, data_type, layers, num_layers, query, attended, normed, gated, wide,
                      layer_stride * (data_type == kBFloat16 ? 2 : 4),
                      {cos_sin, row_positions, slots, kv, block_stride, num_heads, num_kv_heads, head_dim, block_size},
                      {query, attended, kv, block_stride, num_rows, data_type, num_heads, num_kv_heads, head_dim, block_size, positions,
                       tables, block_table, max_blocks, items, num_items, merge_rows, merge_start, merge_partials, num_merge_rows,
-                      num_partials, scale}},
+                      num_partials, scale},
+                     last_items, num_last_items},
                     table(), run_linear);
 }
 

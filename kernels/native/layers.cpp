@@ -110,7 +110,11 @@ void to_last_attention(const LayersCall& call, const PathTable& table, void (*li
   for (int64_t number = 0; number < call.num_layers; ++number) {
     rope.kv = static_cast<char*>(call.rope.kv) + number * call.layer_bytes;
     between.run(number > 0 ? &call.layers[number - 1] : nullptr, &call.layers[number], rope);
-    if (number == call.num_layers - 1 && !call.attends_last) return;
+    if (number == call.num_layers - 1 && call.num_last_items >= 0) {
+      if (call.num_last_items == 0) return;
+      attention.items = call.last_items, attention.num_items = call.num_last_items;
+      attention.units = table.attention_units(attention, &attention.num_units);
+    }
     attention.kv = rope.kv;
     table.attention(attention);
   }

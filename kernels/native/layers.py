@@ -15,6 +15,7 @@ from batchllm.kernels.layers import Layer
 from batchllm.kernels.native.arguments import (
     INT8,
     data_type_of,
+    last_items_arguments,
     library,
     plan_arguments,
     require_contiguous,
@@ -125,7 +126,6 @@ def to_last_attention(
     target: KvTarget,
     plan: AttentionPlan,
     scale: float,
-    attends_last: bool = True,
 ) -> torch.Tensor | None:
     kv, num_rows, num_layers = target.kv, residual.shape[0], len(layers.layers)
     num_kv_heads, _, head_dim = kv.shape[3:]
@@ -162,16 +162,16 @@ def to_last_attention(
         data_type,
         layers.weights,
         num_layers,
-        attends_last,
         query.data_ptr(),
         attended.data_ptr(),
         *_pointers(between),
         kv.stride(1),
         *rope,
         *plan_arguments(plan, num_rows=num_rows),
+        *last_items_arguments(plan),
         scale,
     )
-    return attended if attends_last else None
+    return None if plan.last_items is not None and len(plan.last_items) == 0 else attended
 
 
 def after_last_attention(

@@ -44,9 +44,9 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "linear_rope_write_kv": ((*_LINEAR, *_ROPE), None),
     "to_last_attention": (
         (c_void_p, c_int64, c_int64, c_float, c_int32)
-        + (c_void_p, c_int64, c_int32)
+        + (c_void_p, c_int64)
         + (c_void_p,) * 5
-        + (c_int64, *_ROPE, *_PLAN, c_float),
+        + (c_int64, *_ROPE, *_PLAN, c_void_p, c_int64, c_float),
         None,
     ),
     "after_last_attention": (

@@ -114,8 +114,8 @@ struct LayerWeights {
 };
 static_assert(sizeof(LayerWeights) == 4 * sizeof(PackedWeight) + 16 && sizeof(PackedWeight) == 40, "as layers.py lists them");
 
-// All layers up to the last one's attention, or up to where that would begin. `rope` and `attention` are the first layer's; the next one's keys
-// lie `layer_bytes` further. Rows of one operation for the next are `query` and `attended`, and, where rows do not go through all products
+// All layers up to the last one's attention. `rope` and `attention` are the first layer's; the next one's keys lie `layer_bytes` further. The last
+// one attends `last_items`, of which less than 0 stand for those of `attention`; where there are none the call ends before it. Rows of one operation for the next are `query` and `attended`, and, where rows do not go through all products
 // between two attentions at once, `normed`, `gated` and `wide`: a product before it is gated or turned.
 struct LayersCall {
   void* residual;
@@ -124,7 +124,6 @@ struct LayersCall {
   int32_t data_type;
   const LayerWeights* layers;
   int64_t num_layers;
-  bool attends_last;
   void* query;
   void* attended;
   void* normed;
@@ -133,6 +132,8 @@ struct LayersCall {
   int64_t layer_bytes;
   RopeTarget rope;
   AttentionCall attention;
+  const int32_t* last_items;
+  int64_t num_last_items;
 };
 
 // What follows the last attention, for the rows `rows` [num_chosen] of `residual` and `attended`: `end`, and the final norm, to `out`. Where they

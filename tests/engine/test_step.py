@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from batchllm import ops
 from batchllm.engine.holdings import SchedulerConfig, WaitingSequence
 from batchllm.engine.scheduler import Scheduler
-from batchllm.engine.step import KvReads, PlanArrays, build_step
+from batchllm.engine.step import KvReads, PlanArrays, StepBatch, build_step
 from batchllm.kernels.attention import CHUNK, AttentionPlan
 from batchllm.planner.plan import make_plan
 from batchllm.planner.store import PromptStore
@@ -65,8 +66,10 @@ def test_the_front_of_an_item_that_forks_is_read_once_and_the_rest_by_each_row()
     assert plan.reads_of(3) == KvReads(num_read=32 + (331 - 288) + (291 - 288) + (512 - 288), num_spared=2 * 32)
 
 
-def run_steps(folder: Path, prompts: list[list[int]], *, new_tokens: int, forced: int = 0) -> Iterator[PlanArrays]:
-    """The attention plans of all steps; each sequence takes `new_tokens`, the first of them with `forced` more in one step."""
+def run_steps(
+    folder: Path, prompts: list[list[int]], *, new_tokens: int, forced: int = 0, max_step_tokens: int = 4096
+) -> Iterator[StepBatch]:
+    """All steps; each sequence takes `new_tokens`, the first of them with `forced` more in one step."""
     store = PromptStore(folder)
     store.append_batch(
         row_index=np.arange(len(prompts)),
@@ -89,7 +92,10 @@ def run_steps(folder: Path, prompts: list[list[int]], *, new_tokens: int, forced
     longest = max(map(len, prompts)) + new_tokens
     scheduler = Scheduler(
         config=SchedulerConfig(
-            block_size=BLOCK_SIZE, max_step_tokens=4096, max_sequences=len(prompts), max_context=longest
+            block_size=BLOCK_SIZE,
+            max_step_tokens=max_step_tokens,
+            max_sequences=len(prompts),
+            max_context=longest,
         ),
         plan=plan,
         num_blocks=len(prompts) * (longest // BLOCK_SIZE + 2),
@@ -98,7 +104,7 @@ def run_steps(folder: Path, prompts: list[list[int]], *, new_tokens: int, forced
     table = scheduler.table
     while not scheduler.done:
         batch = build_step(scheduler.schedule(), scheduler, chunk=CHUNK)
-        yield batch.plan
+        yield batch
         slots = np.unique(batch.sample_slots)
         scheduler.append(slots, np.ones(slots.size, dtype=np.int32))
         for _ in range(forced):
@@ -109,7 +115,7 @@ def run_steps(folder: Path, prompts: list[list[int]], *, new_tokens: int, forced
 
 def decoding_plan(folder: Path, prompts: list[list[int]]) -> PlanArrays:
     """Of the last step in which every prompt has one row."""
-    plans = run_steps(folder, prompts, new_tokens=6)
+    plans = (batch.plan for batch in run_steps(folder, prompts, new_tokens=6))
     return [plan for plan in plans if plan.tables.tolist() == list(range(len(prompts)))][-1]
 
 
@@ -151,9 +157,14 @@ def prefix_trees(draw: st.DrawFn) -> list[list[int]]:
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(prompts=prefix_trees(), forced=st.sampled_from([0, 1, 5]), seed=st.integers(0, 1000))
-def test_what_neighbours_read_together_changes_no_bit_of_any_row(
-    tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]], forced: int, seed: int
+@given(
+    prompts=prefix_trees(),
+    forced=st.sampled_from([0, 1, 5]),
+    max_step_tokens=st.sampled_from([90, 4096]),
+    seed=st.integers(0, 1000),
+)
+def test_what_neighbours_read_together_and_what_the_last_layer_leaves_out_change_no_bit_of_any_row(
+    tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]], forced: int, max_step_tokens: int, seed: int
 ) -> None:
     kernels = ops.native_kernels()
     if isinstance(kernels, str):
@@ -161,7 +172,9 @@ def test_what_neighbours_read_together_changes_no_bit_of_any_row(
     generator = torch.Generator().manual_seed(seed)
     shape = (len(prompts) * (max(map(len, prompts)) // BLOCK_SIZE + 3), 1, 2, 2, BLOCK_SIZE, 64)
     pool = torch.randn(shape, generator=generator).bfloat16()
-    for arrays in run_steps(tmp_path_factory.mktemp("prompts"), prompts, new_tokens=7, forced=forced):
+    folder = tmp_path_factory.mktemp("prompts")
+    for batch in run_steps(folder, prompts, new_tokens=7, forced=forced, max_step_tokens=max_step_tokens):
+        arrays = batch.plan
         num_rows = arrays.positions.size
         query = torch.randn(num_rows, 6, 64, generator=generator).bfloat16()
         first = np.flatnonzero(np.append(True, np.diff(arrays.tables) > 0))
@@ -170,11 +183,33 @@ def test_what_neighbours_read_together_changes_no_bit_of_any_row(
         apart = np.stack([first, np.diff(np.append(first, num_rows)), zeros, stops, stops, zeros - 1], axis=1)
         nothing = {"merge_rows": NOTHING, "merge_start": np.zeros(1, dtype=np.int32), "merge_partials": NOTHING}
         results = []
-        for changed in ({}, {"items": apart.astype(np.int32), "num_partials": 0, **nothing}):
-            values = {field.name: getattr(arrays, field.name) for field in fields(PlanArrays)} | changed
+        for changed in (
+            {"items": apart.astype(np.int32), "num_partials": 0, **nothing},
+            {},
+            {"items": arrays.items if arrays.last_items is None else arrays.last_items},
+        ):
+            values = {field.name: getattr(arrays, field.name) for field in fields(PlanArrays)}
             tensors = {
-                name: value if name == "num_partials" else torch.from_numpy(value) for name, value in values.items()
+                name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+                for name, value in (values | changed).items()
             }
             results.append(kernels.attention(query, pool, layer=0, plan=AttentionPlan(**tensors), scale=0.125))
-        assert results[1].isfinite().all()
-        assert torch.equal(*results)
+        assert results[0].isfinite().all()
+        assert torch.equal(results[1], results[0])
+        assert torch.equal(results[2][batch.sample_rows], results[0][batch.sample_rows])
+
+
+def test_the_last_layer_attends_the_last_row_of_a_whole_prompt_and_nothing_of_one_that_goes_on(tmp_path: Path) -> None:
+    prompts = [[1 + row] * length for row, length in enumerate((40, 70, 50))]
+    first, second, third = itertools.islice(run_steps(tmp_path, prompts, new_tokens=2, max_step_tokens=60), 3)
+    assert first.plan.items.tolist() == [[0, 40, 0, 40, 40, -1], [40, 20, 0, 20, 20, -1]]
+    assert first.plan.last_items is not None and first.plan.last_items.tolist() == [[39, 1, 0, 40, 40, -1]]
+    # The first one decodes, the second comes to its end, the third begins.
+    assert second.plan.last_items is not None
+    assert second.plan.last_items.tolist() == [[0, 1, 0, 41, 41, -1], [50, 1, 0, 70, 70, -1]]
+    assert third.plan.last_items is not None and third.plan.last_items[-1].tolist() == [41, 1, 0, 50, 50, -1]
+
+
+def test_the_last_layer_attends_nothing_where_no_prompt_ends_and_all_where_each_row_is_sampled(tmp_path: Path) -> None:
+    steps = list(run_steps(tmp_path, [[1] * 50], new_tokens=2, max_step_tokens=40))
+    assert [None if step.plan.last_items is None else len(step.plan.last_items) for step in steps] == [0, 1, None]

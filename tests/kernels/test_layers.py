@@ -272,10 +272,28 @@ def test_without_the_last_attention_its_keys_and_values_are_written_all_the_same
     case = LayersCase.make([6, 1], size=64, gated_size=48, heads=(2, 1, 64), dtype=dtype, num_layers=num_layers)
     layers = case.packed(kernels)
     pools, residuals = [case.pool(), case.pool()], [case.residual.clone(), case.residual.clone()]
-    assert kernels.to_last_attention(residuals[0], layers, attends_last=False, **case.whole(pools[0])) is None
+    arguments = case.whole(pools[0])
+    arguments["plan"] = dataclasses.replace(arguments["plan"], last_items=torch.empty(0, 6, dtype=torch.int32))
+    assert kernels.to_last_attention(residuals[0], layers, **arguments) is None
     kernels.to_last_attention(residuals[1], layers, **case.whole(pools[1]))
     assert torch.equal(*residuals)
     assert int(pools[0][:, num_layers].isfinite().sum()) == 7 * 2 * 64
+    assert torch.equal(pools[0].nan_to_num(), pools[1].nan_to_num())
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_rows_that_the_last_layer_attends_have_the_bits_they_have_among_all_rows(kernels, dtype, num_layers):
+    case = LayersCase.make([6, 3], size=64, gated_size=48, heads=(2, 1, 64), dtype=dtype, num_layers=num_layers)
+    layers = case.packed(kernels)
+    pools, residuals = [case.pool(), case.pool()], [case.residual.clone(), case.residual.clone()]
+    arguments = case.whole(pools[0])
+    last_items = torch.tensor([[4, 2, 0, 6, 6, -1], [8, 1, 0, 3, 3, -1]], dtype=torch.int32)
+    arguments["plan"] = dataclasses.replace(arguments["plan"], last_items=last_items)
+    attended = kernels.to_last_attention(residuals[0], layers, **arguments)
+    expected = kernels.to_last_attention(residuals[1], layers, **case.whole(pools[1]))
+    assert torch.equal(attended[[4, 5, 8]], expected[[4, 5, 8]])
+    assert not attended[[0, 1, 2, 3, 6, 7]].any()
+    assert torch.equal(*residuals)
     assert torch.equal(pools[0].nan_to_num(), pools[1].nan_to_num())
 
 
@@ -360,6 +378,10 @@ def test_rows_and_pools_that_do_not_fit_the_layers_are_refused(native, dtype):
     refuses("slots int64", slots=arguments["target"].slots.int())
     refuses("int32", positions=arguments["target"].positions.long())
     refuses("cos_sin", cos_sin=case.cos_sin.double())
+    for last_items in (torch.zeros(1, 6, dtype=torch.int64), torch.zeros(1, 5, dtype=torch.int32)):
+        plan = dataclasses.replace(arguments["plan"], last_items=last_items)
+        with pytest.raises(ValueError, match="last_items"):
+            native.to_last_attention(case.residual, layers, **arguments | {"plan": plan})
     refuses("kv_scale", kv_scale=torch.ones(5, 2, 2))
     assert kv.isnan().all()
 
