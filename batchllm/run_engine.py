@@ -83,6 +83,7 @@ class StageRunner:
         self._engine_facts: EngineFacts | None = None
         self._plans: list[dict[str, Any]] = []
         self._counts: list[tuple[str | None, StageCounts]] = []
+        began = time.monotonic()
         self._load = DecoderLoad(
             source,
             dtype=self._dtype,
@@ -91,6 +92,7 @@ class StageRunner:
             kv_dtype=job.engine.kv.dtype,
             fingerprint=model,
         )
+        self.load_s += time.monotonic() - began
         if self._load.slow_kernels:
             observer.note(f"the reference kernels run, many times slower than others: {self._load.slow_kernels}")
         # What was imported stays: without this, each look of the collector at it takes 70 ms. Last, for `close` undoes it.
