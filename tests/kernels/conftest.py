@@ -7,6 +7,7 @@ the child and is reported here under its own name with its own outcome.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import subprocess
@@ -14,7 +15,6 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def reference_or_native(request: pytest.FixtureRequest) -> Iterator[ops.Kernels]
         yield kernels
 
 
-@contextmanager
+@contextlib.contextmanager
 def _native_on(path: str) -> Iterator[ops.Kernels]:
     library, kernels = native_library.load(), ops.native_kernels()
     assert not isinstance(library, str) and not isinstance(kernels, str)
@@ -329,6 +329,34 @@ def make_attention_case() -> MakeAttentionCase:
         )
 
     return make
+
+
+def pytest_configure() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        patch_the_language_once()
+
+
+def patch_the_language_once() -> None:
+    """Triton's interpreter replaces the functions of its language at each launch and at each call of a device function, and takes half of its
+    time for that. A process that compiles nothing can leave them replaced.
+    """
+    with contextlib.suppress(ModuleNotFoundError):
+        from triton.runtime import interpreter
+
+        # Private names: a Triton that has others is as slow as it is.
+        patch, scope = getattr(interpreter, "_patch_lang", None), getattr(interpreter, "_LangPatchScope", None)
+        if patch is None or scope is None:
+            return
+        nothing_to_restore = scope()
+        patched = set()
+
+        def patch_once(function: Any) -> Any:
+            if function not in patched:
+                patch(function)
+                patched.add(function)
+            return nothing_to_restore
+
+        interpreter._patch_lang = patch_once
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

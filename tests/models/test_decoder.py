@@ -20,6 +20,8 @@ from batchllm.models.tokenizer import load_tokenizer
 from batchllm.ops import REFERENCE, Kernels, select_kernels
 
 CPU = torch.device("cpu")
+# The reference takes longer to say its tokens than all that is compared with them: one process asks it.
+one_reference = pytest.mark.xdist_group("reference tokens")
 ARCHITECTURES = ("llama2", "llama3", "llama-linear", "llama-tied", "mistral", "qwen2", "qwen2-tied")
 NUM_NEW = 48
 
@@ -66,6 +68,7 @@ def embedded_decoder(embedded_model: ModelSource) -> Decoder:
     return loaded(embedded_model)
 
 
+@one_reference
 def test_64_prompts_times_48_greedy_tokens_equal_the_reference_in_fp32(
     embedded_decoder: Decoder,
     prompts: list[list[int]],
@@ -81,6 +84,7 @@ def test_64_prompts_times_48_greedy_tokens_equal_the_reference_in_fp32(
         assert embedded_decoder.argmax(hidden).view(16, NUM_NEW).tolist() == [reference_tokens[i] for i in group]
 
 
+@one_reference
 def test_decoding_one_token_at_a_time_gives_the_same_greedy_tokens(
     embedded_decoder: Decoder,
     prompts: list[list[int]],
@@ -108,6 +112,7 @@ def test_the_embedded_model_knows_the_capital_of_france(
     assert tokenizer.decode(embedded_decoder.argmax(hidden).tolist()) == " Paris"
 
 
+@one_reference
 def test_bf16_leaves_the_reference_only_where_its_top_two_logits_are_within_bf16_rounding(
     embedded_model: ModelSource,
     reference_model: LlamaForCausalLM,
