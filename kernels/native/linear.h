@@ -52,6 +52,28 @@ BATCHLLM_INLINE void gate_tiles(const float* from, T* to, int num_tiles) {
   for (int i = 0; i < 16 * num_tiles; i += 32) store(to + i / 2, silu_for<T>(load(from + i)) * load(from + i + 16));
 }
 
+// The largest of `count` outputs of one row, of which `first` is the first, where it is more than `best` or as much and before it. `peak`: the
+// largest of whole tiles of them by lane.
+inline __attribute__((noinline)) void take_best(const float* from, int count, int64_t first, Vec peak, Best* best) {
+  float value = maximum_lanes(peak);
+  for (int i = count / 16 * 16; i < count; ++i) value = from[i] > value ? from[i] : value;
+  int64_t index = 0;
+  while (index < count - 1 && from[index] != value) ++index;
+  if (from[index] != value) return;
+  index += first;
+  if (value > best->value || (value == best->value && index < best->index)) *best = {value, index};
+}
+
+// Nearly all outputs are less than the best one before them, and to see that takes a third of finding the largest.
+BATCHLLM_INLINE void compare_outputs(const float* from, int count, int64_t first, Best* best) {
+  Vec peak = broadcast(-__builtin_inff());
+  // In this order what is no number is passed over.
+  for (int i = 0; i + 16 <= count; i += 16) peak = maximum(load(from + i), peak);
+  bool reaches = any_reaches(peak, broadcast(best->value));
+  for (int i = count / 16 * 16; i < count; ++i) reaches |= from[i] >= best->value;
+  if (__builtin_expect(reaches, false)) take_best(from, count, first, peak, best);
+}
+
 // What becomes of y [rows, 16 * num_tiles], whose first output is 16 * tile: written, added, gated, rotated or compared.
 template <class T>
 __attribute__((noinline)) void finish_rows(const LinearCall& call, float* y, int64_t first_row, int rows, int64_t tile, int num_tiles, Best* best) {
@@ -85,18 +107,7 @@ __attribute__((noinline)) void finish_rows(const LinearCall& call, float* y, int
     } else if (call.end == kRopeWriteKv) {
       place_head(from, static_cast<T*>(call.out), row, int(first / width), call.rope);
     } else {
-      Vec peak = broadcast(-__builtin_inff());
-      // In this order what is no number is passed over.
-      for (int i = 0; i + 16 <= count; i += 16) peak = maximum(load(from + i), peak);
-      float value = maximum_lanes(peak);
-      for (int i = count / 16 * 16; i < count; ++i) value = from[i] > value ? from[i] : value;
-      Best& row_best = best[row];
-      if (value < row_best.value) continue;
-      int64_t index = 0;
-      while (index < count - 1 && from[index] != value) ++index;
-      if (from[index] != value) continue;
-      index += first;
-      if (value > row_best.value || index < row_best.index) row_best = {value, index};
+      compare_outputs(from, count, first, &best[row]);
     }
   }
 }
@@ -123,8 +134,8 @@ struct Beside {
   float* y = nullptr;
   int64_t first_row = 0, tile = 0;
   int num_tiles = 0, rows = 0, next = 0;
-  // Of blocks as most are, a head or two whole tiles that are added or gated, without bias: the next row, and where it goes.
-  enum Quick : int32_t { kNotQuick, kAddPair, kGatePair, kHead } quick = kNotQuick;
+  // Of blocks as most are, a head or two whole tiles that are added, gated or compared, without bias: the next row, and where it goes.
+  enum Quick : int32_t { kNotQuick, kAddPair, kGatePair, kComparePair, kHead } quick = kNotQuick;
   float* from = nullptr;
   T* to = nullptr;
 
@@ -152,6 +163,10 @@ struct Beside {
       finish_quickly(count, 2, [](const float* sums, T* out, int64_t) __attribute__((always_inline)) { add_tiles(sums, out, 2); });
     } else if (quick == kGatePair) {
       finish_quickly(count, 2, [](const float* sums, T* out, int64_t) __attribute__((always_inline)) { gate_tiles(sums, out, 2); });
+    } else if (quick == kComparePair) {
+      finish_quickly(count, 2, [&](const float* sums, T*, int64_t row) __attribute__((always_inline)) {
+        compare_outputs(sums, 32, 16 * tile, &best[row]);
+      });
     } else if (quick == kHead) {
       finish_quickly(count, num_tiles, [&](const float* sums, T* out, int64_t row) __attribute__((always_inline)) {
         place_head(sums, out, row, int(tile / num_tiles), call.rope);
@@ -164,7 +179,7 @@ struct Beside {
   // What finish(count) does: a call of that for a row or two costs as much as they do.
   template <class End>
   BATCHLLM_INLINE void finish_quickly(int count, int tiles, const End& end) {
-    for (const int until = next + count; next < until; ++next, from += 16 * tiles, to += quick == kHead ? 0 : call.out_stride) {
+    for (const int until = next + count; next < until; ++next, from += 16 * tiles, to += quick == kAddPair || quick == kGatePair ? call.out_stride : 0) {
       Multiplier::settle(block, next, Multiplier::weight_tile(call, tile), call.in_size, tiles, from);
       end(from, to, first_row + next);
     }
@@ -196,6 +211,8 @@ struct Beside {
       quick = kHead;
     } else if (call.end == kSiluMul && tiles == 2) {
       quick = kGatePair, to += row * call.out_stride + 8 * last_tile;
+    } else if (call.end == kArgmax && tiles == 2 && 16 * (last_tile + 2) <= call.out_size) {
+      quick = kComparePair;
     } else if (call.end == kAdd && tiles == 2 && 16 * (last_tile + 2) <= call.out_size) {
       quick = kAddPair, to += row * call.out_stride + 16 * last_tile;
     }

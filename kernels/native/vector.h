@@ -31,6 +31,7 @@ BATCHLLM_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; 
 BATCHLLM_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 // The second operand where a lane is not a number.
 BATCHLLM_INLINE Vec maximum(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+BATCHLLM_INLINE bool any_reaches(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ) != 0; }
 BATCHLLM_INLINE Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
 }
@@ -132,6 +133,7 @@ BATCHLLM_INLINE Part operator*(Part a, Part b) { return {_mm256_mul_ps(a.v, b.v)
 BATCHLLM_INLINE Part operator/(Part a, Part b) { return {_mm256_div_ps(a.v, b.v)}; }
 BATCHLLM_INLINE Part fma(Part a, Part b, Part c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 BATCHLLM_INLINE Part maximum(Part a, Part b) { return {_mm256_max_ps(a.v, b.v)}; }
+BATCHLLM_INLINE bool any_reaches(Part a, Part b) { return _mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_GE_OQ)) != 0; }
 BATCHLLM_INLINE Part where_less(Part a, Part b, Part yes, Part no) {
   return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
 }
@@ -171,6 +173,10 @@ BATCHLLM_INLINE Part operator*(Part a, Part b) { return {a.v * b.v}; }
 BATCHLLM_INLINE Part operator/(Part a, Part b) { return {a.v / b.v}; }
 BATCHLLM_INLINE Part fma(Part a, Part b, Part c) { return {a.v * b.v + c.v}; }
 BATCHLLM_INLINE Part maximum(Part a, Part b) { return {a.v > b.v ? a.v : b.v}; }
+BATCHLLM_INLINE bool any_reaches(Part a, Part b) {
+  const auto reaches = a.v >= b.v;
+  return (reaches[0] | reaches[1] | reaches[2] | reaches[3]) != 0;
+}
 BATCHLLM_INLINE Part where_less(Part a, Part b, Part yes, Part no) { return {a.v < b.v ? yes.v : no.v}; }
 BATCHLLM_INLINE Part nearest(Part a) {
   // Adding 1.5 * 2^23 leaves no bits behind the point; true for |a| < 2^22.
@@ -222,6 +228,8 @@ template <class H>
 BATCHLLM_INLINE Pair<H> fma(Pair<H> a, Pair<H> b, Pair<H> c) { return {fma(a.lo, b.lo, c.lo), fma(a.hi, b.hi, c.hi)}; }
 template <class H>
 BATCHLLM_INLINE Pair<H> maximum(Pair<H> a, Pair<H> b) { return {maximum(a.lo, b.lo), maximum(a.hi, b.hi)}; }
+template <class H>
+BATCHLLM_INLINE bool any_reaches(Pair<H> a, Pair<H> b) { return any_reaches(a.lo, b.lo) || any_reaches(a.hi, b.hi); }
 template <class H>
 BATCHLLM_INLINE Pair<H> where_less(Pair<H> a, Pair<H> b, Pair<H> yes, Pair<H> no) {
   return {where_less(a.lo, b.lo, yes.lo, no.lo), where_less(a.hi, b.hi, yes.hi, no.hi)};

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -555,6 +556,19 @@ def test_linear_argmax_takes_the_lowest_index_among_equals(kernels, dtype):
     weight[[40, 41, 250]] = 1
     x = torch.tensor([[1.0] * 8, [0.0] * 8, [-1.0] * 8]).to(dtype)
     assert kernels.linear_argmax(x, kernels.pack_linear(weight)).tolist() == [40, 0, 0]
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 31, 330])
+@pytest.mark.parametrize("out_size", [3000, 2013])
+def test_equals_in_any_share_of_the_outputs_leave_the_lowest_index(native, dtype, num_rows, out_size):
+    # Each input has its equals, one or a few, anywhere.
+    weight = (torch.rand(out_size, 32) < 3 / out_size).to(dtype)
+    weight[torch.randint(out_size, (32,)), torch.arange(32)] = 1
+    x = torch.eye(32).repeat(11, 1)[:num_rows].to(dtype)
+    expected = weight.float().numpy().argmax(axis=0)[np.arange(num_rows) % 32]
+    assert native.linear_argmax(x, native.pack_linear(weight)).tolist() == expected.tolist()
+    lowest = native.pack_linear(torch.full((out_size, 32), -torch.inf).to(dtype))
+    assert native.linear_argmax(torch.ones_like(x), lowest).tolist() == [0] * num_rows
 
 
 def test_blocks_move_whole(kernels, dtype):
