@@ -197,7 +197,6 @@ class StageRunner:
         if self._tier_use is None:
             block_bytes = self._load.kv_shape.block_bytes(engine.config.block_size)
             self._tier_use = TierUse(block_bytes=block_bytes, started_at=self._started_at)
-        _release_memory()
         tier_use = self._tier_use
         samples = _samples_by_row(store)
         missing = dict(samples)
@@ -264,8 +263,10 @@ class StageRunner:
         if self._decoder is None:
             self._decoder = self._load.wait()
             self.kernels = self._decoder.kernels.name
+        _release_memory()
         if on_cpu:
-            # Not before the weights' file is closed: both would be the most memory that the run takes.
+            # Not before the weights' file is closed and what the load dropped has gone back: together they would be the most memory that the run
+            # takes.
             is_certain = all(map(ends_by_length, stage.staging.store.sampling))
             num_tokens = least_tokens(plan, config, lengths_are_certain=is_certain)
             find_memory(kv, num_bytes=num_tokens * shape.bytes_per_token)
