@@ -64,7 +64,7 @@ inline __attribute__((noinline)) void take_best(const float* from, int count, in
   if (value > best->value || (value == best->value && index < best->index)) *best = {value, index};
 }
 
-// Nearly all outputs are less than the best one before them, and to see that takes a third of finding the largest.
+// Nearly all outputs are less than the best one before them, and to see that takes half of finding the largest, or less.
 BATCHLLM_INLINE void compare_outputs(const float* from, int count, int64_t first, Best* best) {
   Vec peak = broadcast(-__builtin_inff());
   // In this order what is no number is passed over.
