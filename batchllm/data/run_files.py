@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,11 @@ def _is_roofline(values: Mapping[str, Any]) -> bool:
     """Whether `roofline_text` can say it."""
     numbers = [values.get(name) for name in ("share", "least_s")]
     phases = [values.get(name) for name in ("prefill", "decode")]
-    return all(type(number) in (int, float) for number in numbers) and all(
-        isinstance(phase, dict) and {"limited_by", "tokens"} <= phase.keys() for phase in phases
+    return all(
+        isinstance(number, (int, float)) and type(number) is not bool and 0 <= number < math.inf for number in numbers
+    ) and all(
+        isinstance(phase, dict) and isinstance(phase.get("limited_by"), str) and type(phase.get("tokens")) is int
+        for phase in phases
     )
 
 

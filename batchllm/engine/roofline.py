@@ -59,6 +59,7 @@ def run_facts(metrics: RunMetrics, *, max_step_tokens: int) -> RunFacts:
         decode_steps=int((turns > 0).sum()),
         decode_turns=int(turns.sum()),
         steps_s=metrics.schedule_s + metrics.model_s + metrics.sample_s,
+        forced_tokens=metrics.forced_tokens,
     )
 
 

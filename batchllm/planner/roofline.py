@@ -6,7 +6,8 @@ once a step with no more steps than there must be, and in a decode step the keys
 
     prefill   arithmetic   2 x weights x prompt tokens, 4 x head size x heads x layers x pairs
               bytes        weights once for each `max_step_tokens` of them, their keys and values written
-    decode    arithmetic   the same for generated tokens, and the vocabulary projection of every token that is sampled
+    decode    arithmetic   the same for generated tokens, and the vocabulary projection of every token that is sampled; of a row that a forced
+                           token follows, its keys and values end it in the last layer
               bytes        weights and vocabulary projection once a step, keys and values read and written
 
 What a step keeps in caches (activations, logits, the keys and values a prompt chunk reads again) counts no byte.
@@ -53,7 +54,8 @@ class RunFacts:
     """What of the run bounds its work: rows of a step, prompt rows and steps with decoding rows that it took, and decoding rows in them.
 
     A run that found keys and values of an earlier one computes fewer prompt tokens than are distinct; one that accepts drafts decodes in
-    fewer steps than a sample has tokens. Then less is asked of the machine, too.
+    fewer steps than a sample has tokens. Then less is asked of the machine, too. `forced_tokens`: those that a grammar left no choice in, which the
+    row before them is not sampled for.
     """
 
     max_step_tokens: int
@@ -61,6 +63,7 @@ class RunFacts:
     decode_steps: int
     decode_turns: int
     steps_s: float
+    forced_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +117,12 @@ def roofline(
     # An accepted draft shares its step's reads with the token before it.
     turns = min(1.0, facts.decode_turns / work.decode_tokens) if work.decode_tokens else 0.0
     steps = min(work.decode_steps, float(facts.decode_steps))
+    forced = min(facts.forced_tokens, work.decode_tokens)
+    unsampled = forced / work.decode_tokens if work.decode_tokens else 0.0
     decode = _phase(
         work.decode_tokens,
-        flops=2.0 * (layers + head) * work.decode_tokens + pair * work.decode_pairs,
+        flops=2.0 * ((layers + head) * work.decode_tokens - (layer - _kv_weights(model) + head) * forced)
+        + pair * work.decode_pairs * (1 - unsampled / model.num_layers),
         num_bytes=(layers + head) * weight_bytes * steps
         + token_kv * (work.kv_tokens_read * turns + work.decode_tokens),
         limits=limits,
@@ -140,7 +146,11 @@ def roofline_text(values: Mapping[str, Any]) -> str:
         what = f"prefill and decode are limited by {limits['prefill']}"
     else:
         what = ", ".join(f"{name} by {limit}" for name, limit in limits.items()).replace(" by", " is limited by", 1)
-    return f"{values['share']:.0%} of what this machine can do; {what}"
+    # The machine is measured in a moment of its own, once a process: a run can find it faster.
+    can_do = (
+        "can do" if values["share"] <= 1 else "could do when it was measured, which other work on it must have slowed"
+    )
+    return f"{values['share']:.0%} of what this machine {can_do}; {what}"
 
 
 def _layer_weights(model: ModelShape) -> int:

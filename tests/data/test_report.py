@@ -307,6 +307,7 @@ def test_two_runs_without_a_step_have_a_page(tmp_path: Path) -> None:
     assert "Beside the run before it: time +0%." in page and "output tokens per second +" not in page
 
 
+PHASE = {"tokens": 9, "limited_by": "arithmetic"}
 DAMAGED = {
     "empty": b"",
     "no JSON": b"{",
@@ -317,6 +318,19 @@ DAMAGED = {
     "a number as text": b'{"name": "n", "status": "s", "started": "2026-11-28", "num_rows": "x"}',
     "no moment": b'{"name": "n", "status": "s", "started": "noon"}',
     "no roofline": b'{"name": "n", "status": "s", "started": "2026-11-28", "roofline": {"share": "x"}}',
+    **{
+        f"a roofline of {damage}": json.dumps(
+            {"name": "n", "status": "s", "started": "2026-11-28"}
+            | {"roofline": {"share": 0.5, "least_s": 1.0, "prefill": PHASE, "decode": PHASE} | damage}
+        ).encode()
+        for damage in (
+            {"share": float("nan")},
+            {"share": -3},
+            {"share": float("inf")},
+            {"decode": {"tokens": 9, "limited_by": ["a", "list"]}},
+            {"decode": {"tokens": "x", "limited_by": "arithmetic"}},
+        )
+    },
 }
 
 

@@ -59,6 +59,20 @@ def test_prompts_of_an_earlier_run_and_accepted_drafts_ask_less_of_the_machine()
     assert found.decode.flops == 2 * 280_000 * 90 + 800 * 9_000, "every token is computed, drafted or not"
 
 
+def test_a_row_before_a_forced_token_asks_for_no_vocabulary_and_for_keys_and_values_alone_in_the_last_layer() -> None:
+    facts = RunFacts(
+        max_step_tokens=500, prefill_rows=1000, decode_steps=9, decode_turns=90, steps_s=2.0, forced_tokens=60
+    )
+    found = roofline(WORK, model=Shape(), weight_bytes=2, kv_bytes=200, facts=facts, limits=LIMITS)
+    # Two thirds of the pairs are of such rows, half of them in the last layer.
+    assert found.decode.flops == pytest.approx(2 * (280_000 * 90 - 180_000 * 60) + 800 * 9_000 * (1 - 2 / 3 / 2))
+
+
+def test_more_than_the_machine_can_do_is_said_to_be_the_measurements() -> None:
+    found = asdict(roofline(WORK, model=Shape(), weight_bytes=2, kv_bytes=200, facts=FACTS, limits=LIMITS))
+    assert roofline_text(found | {"share": 1.03}).startswith("103% of what this machine could do when it was measured")
+
+
 def test_text_names_what_limits_each_phase_that_there_was() -> None:
     found = asdict(roofline(WORK, model=Shape(), weight_bytes=2, kv_bytes=200, facts=FACTS, limits=LIMITS))
     assert roofline_text(found | {"share": 0.714}) == (
