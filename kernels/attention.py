@@ -25,7 +25,7 @@ The Triton kernels are in `attention_triton.py`, for length alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -87,10 +87,6 @@ class AttentionPlan:
     num_partials: int
     last_items: torch.Tensor | None = None
     schedule: torch.Tensor | None = None
-
-    def of_last_layer(self) -> AttentionPlan:
-        """What the last layer attends."""
-        return self if self.last_items is None else replace(self, items=self.last_items, schedule=None)
 
 
 def schedule_attention(plan: AttentionPlan, heads: HeadShape) -> AttentionPlan:

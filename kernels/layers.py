@@ -69,10 +69,10 @@ class LayerOperations:
                 start=layer.start,
                 target=replace(target, layer=number),
             )
-            if number == last:
-                plan = plan.of_last_layer()
-                if plan.last_items is not None and len(plan.items) == 0:
+            if number == last and plan.last_items is not None:
+                if len(plan.last_items) == 0:
                     return None
+                plan = replace(plan, items=plan.last_items, schedule=None)
             attended = self.attention(
                 query, target.kv, layer=number, plan=plan, scale=scale, kv_scale=target.kv_scale
             ).flatten(1)

@@ -127,11 +127,9 @@ _KINDS = {"VARCHAR": (str,), "BOOLEAN": (bool,), "DOUBLE": (int, float)}
 
 def _is_roofline(values: Mapping[str, Any]) -> bool:
     """Whether `roofline_text` can say it."""
-    numbers = [values.get(name) for name in ("share", "least_s")]
+    numbers = [values.get(name, math.nan) for name in ("share", "least_s")]
     phases = [values.get(name) for name in ("prefill", "decode")]
-    return all(
-        isinstance(number, (int, float)) and type(number) is not bool and 0 <= number < math.inf for number in numbers
-    ) and all(
+    return all(type(number) in (int, float) and 0 <= number < math.inf for number in numbers) and all(
         isinstance(phase, dict) and isinstance(phase.get("limited_by"), str) and type(phase.get("tokens")) is int
         for phase in phases
     )

@@ -145,8 +145,8 @@ def _sampled_items(items: np.ndarray, sample_rows: np.ndarray, *, num_rows: int)
     before = np.cumsum(is_sampled)
     stops = items[:, 0] + items[:, 1]
     counts = before[stops] - before[items[:, 0]]
-    # A sequence's sampled rows are its last ones. What is left of others stays as it is: only decoding sequences share or leave partials, and
-    # each of them has a sampled row.
+    # A sequence's sampled rows are its last ones. Items that are shared or leave partials stay whole: only decoding sequences have such, and each of
+    # these has a sampled row.
     alone = (items[:, 5] < 0) & (items[:, 4] == items[:, 3])
     sampled = items.astype(np.int32)
     sampled[alone, 0], sampled[alone, 1] = (stops - counts)[alone], counts[alone]

@@ -63,7 +63,7 @@ class RunFacts:
     decode_steps: int
     decode_turns: int
     steps_s: float
-    forced_tokens: int = 0
+    forced_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,8 @@ def roofline(
     computed = min(1.0, facts.prefill_rows / work.prompt_tokens) if work.prompt_tokens else 0.0
     prompt_tokens = work.prompt_tokens * computed
     # Behind the last layer's keys and values only the row that is sampled goes on.
-    skipped = max(prompt_tokens - work.num_samples, 0.0) * (layer - _kv_weights(model))
+    behind_kv = layer - _kv_weights(model)
+    skipped = max(prompt_tokens - work.num_samples, 0.0) * behind_kv
     prefill = _phase(
         prompt_tokens,
         flops=2.0 * (layers * prompt_tokens - skipped + head * work.num_samples)
@@ -121,7 +122,7 @@ def roofline(
     unsampled = forced / work.decode_tokens if work.decode_tokens else 0.0
     decode = _phase(
         work.decode_tokens,
-        flops=2.0 * ((layers + head) * work.decode_tokens - (layer - _kv_weights(model) + head) * forced)
+        flops=2.0 * ((layers + head) * work.decode_tokens - (behind_kv + head) * forced)
         + pair * work.decode_pairs * (1 - unsampled / model.num_layers),
         num_bytes=(layers + head) * weight_bytes * steps
         + token_kv * (work.kv_tokens_read * turns + work.decode_tokens),
@@ -146,11 +147,9 @@ def roofline_text(values: Mapping[str, Any]) -> str:
         what = f"prefill and decode are limited by {limits['prefill']}"
     else:
         what = ", ".join(f"{name} by {limit}" for name, limit in limits.items()).replace(" by", " is limited by", 1)
-    # The machine is measured in a moment of its own, once a process: a run can find it faster.
-    can_do = (
-        "can do" if values["share"] <= 1 else "could do when it was measured, which other work on it must have slowed"
-    )
-    return f"{values['share']:.0%} of what this machine {can_do}; {what}"
+    # It is measured once a process, in a moment of its own and in the model's own type: a run can find it faster.
+    limit = "can do" if values["share"] <= 1 else "did when it was measured, which was too little"
+    return f"{values['share']:.0%} of what this machine {limit}; {what}"
 
 
 def _layer_weights(model: ModelShape) -> int:

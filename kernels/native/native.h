@@ -115,8 +115,9 @@ struct LayerWeights {
 static_assert(sizeof(LayerWeights) == 4 * sizeof(PackedWeight) + 16 && sizeof(PackedWeight) == 40, "as layers.py lists them");
 
 // All layers up to the last one's attention. `rope` and `attention` are the first layer's; the next one's keys lie `layer_bytes` further. The last
-// one attends `last_items`, of which less than 0 stand for those of `attention`; where there are none the call ends before it. Rows of one operation for the next are `query` and `attended`, and, where rows do not go through all products
-// between two attentions at once, `normed`, `gated` and `wide`: a product before it is gated or turned.
+// one attends `last_items`, of which less than 0 stand for those of `attention`; where there are none the call ends before it. Rows of one
+// operation for the next are `query` and `attended`, and, where rows do not go through all products between two attentions at once, `normed`,
+// `gated` and `wide`: a product before it is gated or turned.
 struct LayersCall {
   void* residual;
   int64_t num_rows, size;
