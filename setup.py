@@ -52,7 +52,7 @@ X86_PATHS = {
     "path_avx2_vnni.cpp": [*AVX2_FLAGS, "-mavxvnni"],
     "path_avx512.cpp": AVX512_FLAGS,
     "path_avx512_vnni.cpp": [*AVX512_FLAGS, "-mavx512vnni"],
-    "path_amx.cpp": [*AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
+    "path_amx.cpp": [*AVX512_FLAGS, "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
 }
 
 

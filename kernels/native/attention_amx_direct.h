@@ -67,30 +67,28 @@ inline void TileEngine::turn_wide(const float* from, float* to, int num_columns)
   for (int c = 0; c < num_columns; ++c) _mm512_storeu_si512(to + c * kScoreStride, r[c]);
 }
 
-// B operands of 32 positions' values, up to 64 of the head from `first` on: tiles 2 w and 2 w + 1 hold the lower and the upper four of
+// B operands of 32 positions' values, paired as in pack_values(), up to 64 of the head from `first` on: tiles 2 w and 2 w + 1 hold the lower and the upper four of
 // each eight of 32, which is how two rows interleave fastest.
 template <bool kForked>
 inline void TileEngine::pack_values_direct(int start, int first, bf16* to, Ahead<bf16>& ahead) const {
   const int num_vectors = head_dim_ - first < 64 ? 1 : 2;
-  if (in_place_ && start + 32 <= chunk_->count) {  // rows that follow each other
-    for (int half = 0; half < 2; ++half) {
-      const bf16* from = chunk_->value(start + 16 * half) + first;
-      for (int pair = 8 * half; pair < 8 * half + 8; ++pair, from += 2 * head_dim_) {
-        for (int w = 0; w < num_vectors; ++w) {
-          const __m512i even = _mm512_loadu_si512(from + 32 * w), odd = _mm512_loadu_si512(from + head_dim_ + 32 * w);
-          _mm512_store_si512(to + 1024 * w + 32 * pair, _mm512_unpacklo_epi16(even, odd));
-          _mm512_store_si512(to + 1024 * w + 512 + 32 * pair, _mm512_unpackhi_epi16(even, odd));
-        }
-        ask<kForked>(ahead, 1);
+  if (in_place_ && start + 32 <= chunk_->count) {  // sixteen rows that follow each other, twice
+    const bf16 *lower = chunk_->value(start) + first, *upper = chunk_->value(start + 16) + first;
+    for (int pair = 0; pair < 16; ++pair, lower += head_dim_, upper += head_dim_) {
+      for (int w = 0; w < num_vectors; ++w) {
+        const __m512i even = _mm512_loadu_si512(lower + 32 * w), odd = _mm512_loadu_si512(upper + 32 * w);
+        _mm512_store_si512(to + 1024 * w + 32 * pair, _mm512_unpacklo_epi16(even, odd));
+        _mm512_store_si512(to + 1024 * w + 512 + 32 * pair, _mm512_unpackhi_epi16(even, odd));
       }
+      ask<kForked>(ahead, 1);
     }
     return;
   }
   for (int pair = 0; pair < 16; ++pair) {
-    const int at = start + 2 * pair;
+    const int at = start + pair, after = at + 16;
     for (int w = 0; w < num_vectors; ++w) {
       const __m512i even = at < chunk_->count ? _mm512_loadu_si512(chunk_->value(at) + first + 32 * w) : _mm512_setzero_si512();
-      const __m512i odd = at + 1 < chunk_->count ? _mm512_loadu_si512(chunk_->value(at + 1) + first + 32 * w) : _mm512_setzero_si512();
+      const __m512i odd = after < chunk_->count ? _mm512_loadu_si512(chunk_->value(after) + first + 32 * w) : _mm512_setzero_si512();
       _mm512_store_si512(to + 1024 * w + 32 * pair, _mm512_unpacklo_epi16(even, odd));
       _mm512_store_si512(to + 1024 * w + 512 + 32 * pair, _mm512_unpackhi_epi16(even, odd));
     }

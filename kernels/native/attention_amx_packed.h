@@ -24,31 +24,29 @@ inline void TileEngine::pack_keys(int start, int slot) const {
   }
 }
 
-// B operands of 32 positions' values: [width tiles, 16 pairs of positions, 16 of the head, 2]; zeros behind the chunk.
+// B operands of 32 positions' values: [width tiles, 16 pairs of positions, 16 of the head, 2], each position beside the sixteenth behind it; zeros
+// behind the chunk.
 inline void TileEngine::pack_values(int start, int slot) const {
   alignas(64) static const uint16_t order[64] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42,
                                                  11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
                                                  22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
   const __m512i low = _mm512_load_si512(order), high = _mm512_load_si512(order + 32);
-  if (in_place_ && start + 32 <= chunk_->count && head_dim_ % 32 == 0) {  // rows that follow each other
-    const int row = head_dim_, tile = 512;
-    for (int half = 0; half < 2; ++half) {
-      const bf16* from = chunk_->value(start + 16 * half);
-      bf16* to = value_tile(slot, 0) + 256 * half;
-      for (int pair = 0; pair < 8; ++pair, from += 2 * row, to += 32)
-        for (int first = 0; first < row; first += 32) {
-          const __m512i even = _mm512_loadu_si512(from + first), odd = _mm512_loadu_si512(from + row + first);
-          _mm512_store_si512(to + first / 16 * tile, _mm512_permutex2var_epi16(even, low, odd));
-          _mm512_store_si512(to + (first / 16 + 1) * tile, _mm512_permutex2var_epi16(even, high, odd));
-        }
-    }
+  if (in_place_ && start + 32 <= chunk_->count && head_dim_ % 32 == 0) {  // sixteen rows that follow each other, twice
+    const bf16 *lower = chunk_->value(start), *upper = chunk_->value(start + 16);
+    bf16* to = value_tile(slot, 0);
+    for (int pair = 0; pair < 16; ++pair, lower += head_dim_, upper += head_dim_, to += 32)
+      for (int first = 0; first < head_dim_; first += 32) {
+        const __m512i even = _mm512_loadu_si512(lower + first), odd = _mm512_loadu_si512(upper + first);
+        _mm512_store_si512(to + first / 16 * 512, _mm512_permutex2var_epi16(even, low, odd));
+        _mm512_store_si512(to + (first / 16 + 1) * 512, _mm512_permutex2var_epi16(even, high, odd));
+      }
     return;
   }
   for (int pair = 0; pair < 16; ++pair) {
-    const int first = start + 2 * pair;
+    const int first = start + pair, second = first + 16;
     for (int w = 0; w < width_tiles_; w += 2) {
       const __m512i even = first < chunk_->count ? load_row(chunk_->value(first), 16 * w) : _mm512_setzero_si512();
-      const __m512i odd = first + 1 < chunk_->count ? load_row(chunk_->value(first + 1), 16 * w) : _mm512_setzero_si512();
+      const __m512i odd = second < chunk_->count ? load_row(chunk_->value(second), 16 * w) : _mm512_setzero_si512();
       _mm512_store_si512(value_tile(slot, w) + 32 * pair, _mm512_permutex2var_epi16(even, low, odd));
       if (w + 1 < width_tiles_) _mm512_store_si512(value_tile(slot, w + 1) + 32 * pair, _mm512_permutex2var_epi16(even, high, odd));
     }

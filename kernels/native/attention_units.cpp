@@ -10,6 +10,9 @@ namespace {
 // Keys and values of a unit that forks, at most: it reads all keys first, and so does the next one's asking; both fit the second cache level.
 constexpr int64_t kForkBytes = 320 << 10;
 
+// Columns of a wide unit whose heads are so large that more of their queries and sums would not stay in the second cache level.
+constexpr int32_t kLeastWide = 256;
+
 // The rows of an item that forks which one unit takes, or 1 where each is a unit of its own.
 int32_t rows_of_fork(const AttentionCall& call, const WorkItem& item, int32_t front) {
   const int32_t number_bytes = call.data_type == kFloat32 ? 4 : 2;
@@ -33,8 +36,10 @@ void cut_items(const AttentionCall& call, bool forks, int32_t width, Take take) 
       if (rows < 2) front = 0;
     }
     for (int32_t row = 0; row < item.num_rows; row += rows) {
-      const int32_t stop = std::min(row + rows, item.num_rows) * group;
-      for (int32_t column = row * group; column < stop; column += width) take(item, column, std::min(width, stop - column), front);
+      const int32_t stop = std::min(row + rows, item.num_rows) * group, shares = (stop - row * group + width - 1) / width;
+      // Even shares, of whole pairs of tiles.
+      const int32_t share = ((stop - row * group + shares - 1) / shares + kPairColumns - 1) / kPairColumns * kPairColumns;
+      for (int32_t column = row * group; column < stop; column += share) take(item, column, std::min(share, stop - column), front);
     }
   }
 }
@@ -54,7 +59,8 @@ const AttentionUnit* attention_units(const AttentionCall& call, bool forks, int6
     return total;
   };
   // Wide units pack a chunk for more columns, narrow ones are shared out more evenly.
-  const int32_t width = units_of(kUnitColumns) < 16 * num_threads() ? kUnitColumns / 2 : kUnitColumns;
+  const int32_t wide = std::max(kUnitColumns * 64 / std::max(call.head_dim, 64) / kPairColumns * kPairColumns, kLeastWide);
+  const int32_t width = units_of(wide) < 8 * num_threads() ? wide / 2 : wide;
   auto* units = static_cast<AttentionUnit*>(scratch(kScratchUnits, sizeof(AttentionUnit) * units_of(width)));
   AttentionUnit* next = units;
   cut_items(call, forks, width, [&](const WorkItem& item, int32_t column, int32_t count, int32_t front) {

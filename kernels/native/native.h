@@ -18,7 +18,7 @@ inline constexpr int kChunk = 256;          // positions at which spans are cut,
 inline constexpr int kStep = 32;            // attention: positions that are summed in one step
 inline constexpr int kTileColumns = 16;     // attention: (row, head) pairs of one tile
 inline constexpr int kPairColumns = 2 * kTileColumns;  // attention: two tiles that are multiplied together, each key loaded once for both
-inline constexpr int kUnitColumns = 256;    // attention: pairs that read one packed chunk
+inline constexpr int kUnitColumns = 640;    // attention: pairs that read one packed chunk, at most
 inline constexpr int kBlockRows = 32;       // linear: rows of one block
 
 // Fields as in kernels/attention.py AttentionPlan.

@@ -129,6 +129,16 @@ def test_attention_of_large_scores_stays_among_the_values(kernels, dtype, make_a
     assert float(out.abs().max()) <= float(case.kv[case.kv.isfinite()].abs().max()) * 1.01
 
 
+@pytest.mark.parametrize("position", [10, 290])
+def test_attention_that_sees_what_is_not_a_number_is_none(kernels, dtype, make_attention_case, position):
+    case = make_attention_case([(300, 20)], dtype=dtype)
+    case.kv[case.block_table[0, position // 16], case.layer, 0, :, position % 16] = torch.nan
+    out = run_attention(kernels, case, case.private_plan())
+    first_row = max(position - 280, 0)
+    assert out[:first_row].isfinite().all()
+    assert out[first_row:].isnan().all()
+
+
 def test_attention_rows_in_no_item_are_zero(kernels, dtype, make_attention_case):
     case = make_attention_case([(20, 4), (20, 4)], dtype=dtype)
     plan = case.private_plan()

@@ -131,6 +131,17 @@ inline __m512 add_products(__m512 sum, __m512i a, __m512i b) {
   return flushed(_mm512_fmadd_ps(even_numbers(a), even_numbers(b), after_odd));
 }
 
+// Each chosen byte is one of 128: the index's seventh bit says of which half.
+inline __m512i chosen_bytes(uint64_t mask, __m512i lower, __m512i index, __m512i upper) {
+  uint8_t from[128], at[64], to[64] = {};
+  _mm512_storeu_si512(from, lower);
+  _mm512_storeu_si512(from + 64, upper);
+  _mm512_storeu_si512(at, index);
+  for (int i = 0; i < 64; ++i)
+    if (mask >> i & 1) to[i] = from[at[i] & 127];
+  return _mm512_loadu_si512(to);
+}
+
 }  // namespace emulated_tiles
 
 #undef _tile_loadconfig
@@ -152,3 +163,4 @@ inline __m512 add_products(__m512 sum, __m512i a, __m512i b) {
 #define _mm512_cvtneps_pbh(x) ((__m256bh)emulated_tiles::narrow(x))
 #define _mm512_cvtne2ps_pbh(upper, lower) ((__m512bh)emulated_tiles::narrow_two(upper, lower))
 #define _mm512_dpbf16_ps(sum, a, b) emulated_tiles::add_products(sum, (__m512i)(a), (__m512i)(b))
+#define _mm512_maskz_permutex2var_epi8(mask, lower, index, upper) emulated_tiles::chosen_bytes(mask, lower, index, upper)
