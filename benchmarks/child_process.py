@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import selectors
@@ -14,10 +15,17 @@ from types import TracebackType
 from typing import Any
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_SET_PARENT_DEATH_SIGNAL = 1
+_prctl = ctypes.CDLL(None).prctl
 
 
 class ChildFailed(Exception):
-    """A child process ended, or took too long; the message ends with its last lines."""
+    """A child process ended, took too long, or said what nobody understands; the message ends with its last lines."""
+
+
+def _end_with_parent() -> None:
+    """Called in a child before its program: a parent that is killed cannot end it, and one that is stopped would stay for ever."""
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 class Child:
@@ -36,6 +44,7 @@ class Child:
             stderr=self._log_file,
             start_new_session=True,
             env=dict(environment) if environment is not None else None,
+            preexec_fn=_end_with_parent,
         )
         self.session = self._process.pid
 
@@ -93,7 +102,12 @@ class Child:
                     raise ChildFailed(self._last_words("ended"))
                 self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):
+            raise ChildFailed(self._last_words(f"answered {line[:80]!r}, which is no JSON object"))
         return message
 
     def _last_words(self, what: str) -> str:

@@ -31,11 +31,21 @@ from batchllm.planner.roofline import roofline_text
 
 
 def recorded(output: Path, *, run_id: str | None) -> dict[str, Any]:
-    """The figures of the last run in `output` that has them, or of the run named."""
-    runs = [run for run in recorded_runs(output) if run.summary.get("roofline") and run_id in (None, run.run_id)]
+    """The figures of the last finished run in `output` that has them, or of the run named."""
+    runs = recorded_runs(output)
     if not runs:
-        sys.exit(f"{output}: no finished run there says what it reached; its steps must take half a second or more")
-    return {"run_id": runs[-1].run_id} | runs[-1].summary["roofline"]
+        sys.exit(f"{output}: no run is recorded there")
+    if run_id is not None:
+        runs = [run for run in runs if run.run_id == run_id]
+        if not runs:
+            sys.exit(f"{output}: no run {run_id} is recorded there")
+    finished = [run for run in runs if run.summary.get("status") == "finished"]
+    if not finished:
+        sys.exit(f"{output}: {'the run has' if run_id is not None else 'its runs have'} not finished")
+    reached = [run for run in finished if run.summary.get("roofline")]
+    if not reached:
+        sys.exit(f"{output}: no finished run there says what it reached: its steps must take half a second or more")
+    return {"run_id": reached[-1].run_id} | reached[-1].summary["roofline"]
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:

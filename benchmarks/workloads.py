@@ -198,7 +198,7 @@ def make_workload(name: str, corpus: Corpus, *, seed: int = _SEED) -> list[Row]:
 
 
 def write_workload(rows: Sequence[Row], path: Path, *, name: str) -> None:
-    """Writes the rows, and what they depend on as the file's metadata."""
+    """Writes the rows, and what they depend on as the file's metadata, as a whole. Raises OSError."""
     table = pa.table(
         {
             "row": pa.array(range(len(rows)), pa.int32()),
@@ -209,7 +209,9 @@ def write_workload(rows: Sequence[Row], path: Path, *, name: str) -> None:
     )
     about = {"workload": name, "seed": str(_SEED), "python": sys.version.split()[0], "model": MODEL}
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table.replace_schema_metadata(about), path)
+    new = path.with_suffix(".new")
+    pq.write_table(table.replace_schema_metadata(about), new)
+    new.replace(path)
 
 
 def describe(rows: Sequence[Row]) -> dict[str, int]:
@@ -233,11 +235,17 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER)
     parser.add_argument("--only", default=",".join(WORKLOADS), help="names, with commas between")
     options = parser.parse_args()
+    names = options.only.split(",")
+    if unknown := [name for name in names if name not in WORKLOADS]:
+        parser.error(f"--only: no {unknown[0]!r} among {', '.join(WORKLOADS)}")
     corpus = Corpus(load_tokenizer(resolve_model(MODEL, base_folder=Path.cwd())))
     counts = {}
-    for name in options.only.split(","):
+    for name in names:
         rows = make_workload(name, corpus)
-        write_workload(rows, options.folder / f"{name}.parquet", name=name)
+        try:
+            write_workload(rows, options.folder / f"{name}.parquet", name=name)
+        except OSError as error:
+            sys.exit(f"workloads: {options.folder / name}.parquet: {error}")
         counts[name] = describe(rows)
         print(f"{name}: {options.folder / name}.parquet, {counts[name]}", file=sys.stderr)
     print(json.dumps(counts))

@@ -22,7 +22,7 @@ PEERS = Path(__file__).resolve().parent
 sys.path.insert(0, str(PEERS.parent))
 
 from child_process import ChildFailed, sessions_cpu_s  # noqa: E402
-from compare import CACHE, Engine, Places, end_on_sigterm, start  # noqa: E402
+from compare import CACHE, Engine, Places, best_settings, end_on_signals, names_among, start, what_is_missing  # noqa: E402
 
 VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "vllm": (
@@ -117,8 +117,8 @@ def table(trials: Sequence[Trial], *, by_cpu: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", default=",".join(VARIANTS))
-    parser.add_argument("--workloads", default="W2,W3")
+    parser.add_argument("--peers", type=names_among(list(VARIANTS)), default=list(VARIANTS))
+    parser.add_argument("--workloads", type=names_among(list(best_settings()["bf16"])), default=["W2", "W3"])
     parser.add_argument("--limit", type=int, default=64)
     parser.add_argument("--one-core", action="store_true")
     parser.add_argument("--timeout-s", type=float, default=600.0)
@@ -127,19 +127,22 @@ def main() -> None:
     parser.add_argument("--workload-folder", type=Path, default=CACHE / "workloads")
     parser.add_argument("--output", type=Path, default=CACHE / "sweep")
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    end_on_sigterm()
+    end_on_signals()
     places = Places(options.venvs, options.models, options.workload_folder, logs=options.output)
+    engines = [
+        Engine(name, settings, tuple(options.workloads)) for name in options.peers for settings in VARIANTS[name]
+    ]
+    if missing := what_is_missing(engines, places):
+        sys.exit("\n".join(missing))
+    options.output.mkdir(parents=True, exist_ok=True)
     trials: list[Trial] = []
-    for name in options.peers.split(","):
-        for settings in VARIANTS[name]:
-            engine = Engine(name, settings, tuple(options.workloads.split(",")))
-            trials += try_variant(
-                engine, places, limit=options.limit, one_core=options.one_core, timeout_s=options.timeout_s
-            )
-            print(trials[-1], file=sys.stderr)
-            text = json.dumps([asdict(trial) for trial in trials], indent=1)
-            (options.output / f"sweep-{'-'.join(options.peers.split(','))}.json").write_text(text + "\n")
+    for engine in engines:
+        trials += try_variant(
+            engine, places, limit=options.limit, one_core=options.one_core, timeout_s=options.timeout_s
+        )
+        print(trials[-1], file=sys.stderr)
+        text = json.dumps([asdict(trial) for trial in trials], indent=1)
+        (options.output / f"sweep-{'-'.join(options.peers)}.json").write_text(text + "\n")
     print(table(trials, by_cpu=options.one_core))
 
 

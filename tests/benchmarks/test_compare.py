@@ -68,7 +68,7 @@ def test_best_peers_run_together_only_where_their_settings_are_the_same() -> Non
             "W3": {"peer": "vllm", "settings": []},
         }
     }
-    assert choose_engines(peers="best", workloads=["W1", "W2", "W3"], kind="bf16", best=best) == [
+    assert choose_engines(peers=["best"], workloads=["W1", "W2", "W3"], kind="bf16", best=best) == [
         Engine("vllm", (), ("W1", "W3")),
         Engine("openvino", ("window=32",), ("W2",)),
     ]
