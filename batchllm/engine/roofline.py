@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,6 +25,8 @@ _MOST_REPEATS = 8
 _READ_BYTES = 256 << 20
 """More than the caches of most machines hold."""
 
+_measured: dict[tuple[Kernels, torch.dtype, torch.device], MachineLimits] = {}
+
 _WEIGHT_SIZE = 2048
 _ROWS_PER_THREAD = 256
 
@@ -33,20 +34,26 @@ _ROWS_PER_THREAD = 256
 def run_roofline(work: PlanWork, *, decoder: Decoder, metrics: RunMetrics, max_step_tokens: int) -> Roofline | None:
     """What a run with `metrics` reached of what `work` asks; None where its steps took too little time to tell.
 
-    Measures the machine once a process, which takes some 0.15 s.
+    Measures the machine once a process, which takes some 0.15 s, and again where the run is found to have reached more than all of it: then
+    something slowed the machine when it was measured.
     """
     facts = run_facts(metrics, max_step_tokens=max_step_tokens)
     if facts.steps_s < SHORTEST_S:
         return None
     config = decoder.config
-    return roofline(
-        work,
-        model=config,
-        weight_bytes=decoder.bytes_per_weight,
-        kv_bytes=2 * config.num_kv_heads * config.head_dim * decoder.kv_dtype.itemsize,
-        facts=facts,
-        limits=measure_limits(decoder.kernels, dtype=decoder.dtype, device=decoder.device),
-    )
+
+    def reached(*, again: bool) -> Roofline:
+        return roofline(
+            work,
+            model=config,
+            weight_bytes=decoder.bytes_per_weight,
+            kv_bytes=2 * config.num_kv_heads * config.head_dim * decoder.kv_dtype.itemsize,
+            facts=facts,
+            limits=measure_limits(decoder.kernels, dtype=decoder.dtype, device=decoder.device, again=again),
+        )
+
+    found = reached(again=False)
+    return found if found.share <= 1 else reached(again=True)
 
 
 def run_facts(metrics: RunMetrics, *, max_step_tokens: int) -> RunFacts:
@@ -63,12 +70,18 @@ def run_facts(metrics: RunMetrics, *, max_step_tokens: int) -> RunFacts:
     )
 
 
-@functools.cache
-def measure_limits(kernels: Kernels, *, dtype: torch.dtype, device: torch.device) -> MachineLimits:
-    """Measured once a process. The product is the fastest of the kernels' own, torch's, and on a CPU torch's in float32, at a size that suits
-    them.
+def measure_limits(kernels: Kernels, *, dtype: torch.dtype, device: torch.device, again: bool = False) -> MachineLimits:
+    """The best that this process has measured: once, and once more with each `again`. The product is the fastest of the kernels' own, torch's, and
+    on a CPU torch's in float32, at a size that suits them.
     """
-    return MachineLimits(_product_rate(kernels, dtype, device), _read_rate(device))
+    key = kernels, dtype, device
+    if again or key not in _measured:
+        limits = MachineLimits(_product_rate(kernels, dtype, device), _read_rate(device))
+        before = _measured.get(key, limits)
+        _measured[key] = MachineLimits(
+            max(limits.flops_per_s, before.flops_per_s), max(limits.bytes_per_s, before.bytes_per_s)
+        )
+    return _measured[key]
 
 
 def _product_rate(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> float:
