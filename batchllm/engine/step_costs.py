@@ -37,7 +37,7 @@ _MOST_LOSS = 0.01
 """Share of the decoding time that drafting may lose while it learns that it does not pay here."""
 
 _NUM_COMPARED = 3
-"""Steps with drafts of which the middle one counts: what disturbs the machine for one step is no loss by drafts."""
+"""Steps with drafts, and plain ones, of which the middle one counts: what disturbs the machine for one step is no loss by drafts."""
 
 _PROMPT_STEPS = 9
 
@@ -64,6 +64,7 @@ class StepCosts:
         self._total_s = 0.0
         self._balance_s = 0.0
         self._gains_s: list[float] = []
+        self._paces: list[float] = []
 
     def observe(self, *, num_sequences: int, num_rows: int, num_tokens: int, num_reads: int, seconds: float) -> None:
         """A step of `num_sequences` sequences with `num_rows` rows, of which `num_tokens` gave a token that counts; `num_reads`: tokens whose
@@ -71,6 +72,9 @@ class StepCosts:
         """
         if num_rows > num_sequences and self._num_observed:
             self._count_gain(num_sequences=num_sequences, num_tokens=num_tokens, num_reads=num_reads, seconds=seconds)
+        elif self._num_observed:
+            expected = float(self._expected(np.array([num_rows]), num_reads)[0])
+            self._paces = [*self._paces[1 - _NUM_COMPARED :], seconds / expected]
         self._total_s += seconds
         self._reads_each = num_reads / num_sequences
         if self._is_disturbed(num_rows=num_rows, num_reads=num_reads, seconds=seconds):
@@ -112,8 +116,13 @@ class StepCosts:
         return bool(self._was_far and not was_far)
 
     def _count_gain(self, *, num_sequences: int, num_tokens: int, num_reads: int, seconds: float) -> None:
-        """What the same tokens had cost without drafts, less what they cost. Gains are not saved up for later losses."""
+        """What the same tokens had cost without drafts, less what they cost. Gains are not saved up for later losses.
+
+        Without drafts they had cost what the latest plain steps say: what is expected is of the machine's better moments.
+        """
         plain = float(self._expected(np.array([num_sequences]), num_reads)[0])
+        if self._paces:
+            plain *= sorted(self._paces)[len(self._paces) // 2]
         gain = plain * num_tokens / num_sequences - seconds
         self._gains_s = [*self._gains_s[1 - _NUM_COMPARED :], gain]
         self._balance_s += sorted(self._gains_s)[len(self._gains_s) // 2]

@@ -113,3 +113,17 @@ def test_one_disturbed_step_is_no_loss_by_drafts() -> None:
     for seconds in (1.0, 1.0, 50.0, 1.0, 1.0):
         lossy(costs, seconds=seconds)
     assert costs.may_draft
+
+
+def test_a_machine_that_has_become_slower_is_no_loss_by_drafts() -> None:
+    costs = StepCosts()
+    for _ in range(30):
+        observe(costs, 100, 100)
+    for _ in range(3):
+        observe(costs, 100, 100, seconds=1.8 * true_seconds(100, 20_000))
+    for _ in range(5):
+        observe(costs, 100, 140, seconds=1.8 * true_seconds(140, 20_000))
+    assert costs.may_draft, "40 % more tokens for 11 % more time"
+    for _ in range(5):
+        observe(costs, 100, 140, seconds=1.8 * 1.6 * true_seconds(140, 20_000))
+    assert not costs.may_draft, "40 % more tokens for 78 % more time"
