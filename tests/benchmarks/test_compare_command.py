@@ -85,10 +85,15 @@ def test_a_parent_that_is_killed_leaves_no_stopped_child(tmp_path: Path) -> None
         child = int(parent.stdout.readline())
         parent.send_signal(signal.SIGKILL)
         parent.wait()
+    assert all_end([child])
+
+
+def all_end(processes: list[int]) -> bool:
+    """Whether none is left, at once or soon."""
     deadline = time.monotonic() + 30
-    while is_alive(child) and time.monotonic() < deadline:
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not is_alive(child)
+    return not any(map(is_alive, processes))
 
 
 def is_alive(process: int) -> bool:
@@ -171,21 +176,18 @@ def test_an_interruption_ends_the_children_and_says_where_the_pairs_are(places: 
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        log = tmp_path / "out" / "calibration.log"
         deadline = time.monotonic() + 60
-        while not log.exists() and time.monotonic() < deadline:
+        while not (children := children_of(process.pid)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.5)
-        children = [int(name) for name in children_of(process.pid)]
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert children
-    assert not any(map(is_alive, children))
+    assert all_end(children)
     assert errors.splitlines()[-1] == f"compare: interrupted; the pairs so far are in {tmp_path}/out/compare.json"
 
 
-def children_of(process: int) -> list[str]:
-    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+def children_of(process: int) -> list[int]:
+    return [int(name) for name in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
 def test_workloads_that_are_not_known_are_one_line() -> None:
