@@ -279,9 +279,10 @@ def peers_type(cpuinfo: str) -> str:
 
 
 def end_on_signals() -> None:
-    """SIGTERM, and SIGHUP of a terminal that closes, unwind this program, so that no stopped child is left behind."""
+    """SIGTERM, and SIGHUP of a terminal that closes, unwind this program, so that no stopped child is left behind. What is ignored stays so (nohup)."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
 
 def names_among(allowed: Sequence[str]) -> Callable[[str], list[str]]:
