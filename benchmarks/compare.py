@@ -339,7 +339,9 @@ def parse_options() -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> Record:
-    """Measures and writes down. Raises OSError; leaves by SystemExit where something is missing."""
+    """Measures and writes down. Raises OSError, and ChildFailed where the machine's speed cannot be measured; leaves by SystemExit where something is
+    missing.
+    """
     cpuinfo = Path("/proc/cpuinfo").read_text()
     kind = "int8" if options.int8 else peers_type(cpuinfo)
     ours = Engine(_OURS, (*(["weights=int8"] if options.int8 else []), *options.set), tuple(options.workloads))
@@ -380,7 +382,7 @@ def main() -> None:
     end_on_signals()
     try:
         record = run(options)
-    except OSError as error:
+    except (OSError, ChildFailed) as error:
         sys.exit(f"compare: {error}")
     except KeyboardInterrupt:
         sys.exit(f"compare: interrupted; the pairs so far are in {options.output}/compare.json")
