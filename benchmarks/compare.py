@@ -35,6 +35,9 @@ import pyarrow.parquet as pq
 from child_process import Child, ChildFailed, OthersWatch
 from comparison import Calibration, Measurement, Pair, markdown, summarise
 
+from batchllm.data.replaced_file import replace_file
+from batchllm.errors import BatchLLMError
+
 BENCHMARKS = Path(__file__).resolve().parent
 PEERS = BENCHMARKS / "peers"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "batchllm-peers"
@@ -230,7 +233,7 @@ class Record:
         return summarise(self.pairs, rounds=self._rounds)
 
     def add(self, outcome: Pair | str) -> None:
-        """A pair, or a line on one that failed. Raises OSError where the files cannot be written."""
+        """A pair, or a line on one that failed. Raises FolderError or OutputError where the files cannot be written."""
         if isinstance(outcome, Pair):
             self.pairs.append(outcome)
             _say(outcome)
@@ -239,17 +242,8 @@ class Record:
             print(outcome, file=sys.stderr)
         pairs = [asdict(pair) for pair in self.pairs]
         record = {"about": self._about, "summary": self.summary, "failed": self.failed, "pairs": pairs}
-        self._replace("compare.json", json.dumps(record, indent=1))
-        self._replace("compare.md", markdown(self.summary))
-
-    def _replace(self, name: str, text: str) -> None:
-        """As a whole: what was there stays until the new text lies on the disk."""
-        new = self._folder / f".{name}.new"
-        with new.open("w") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._folder / name)
+        for name, text in (("compare.json", json.dumps(record, indent=1)), ("compare.md", markdown(self.summary))):
+            replace_file(self._folder / name, [f"{text}\n".encode()])
 
 
 def _say(pair: Pair) -> None:
@@ -339,7 +333,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> Record:
-    """Measures and writes down. Raises OSError, and ChildFailed where the machine's speed cannot be measured; leaves by SystemExit where something is
+    """Measures and writes down. Raises OSError, FolderError or OutputError, and ChildFailed where the machine's speed cannot be measured; leaves by SystemExit where something is
     missing.
     """
     cpuinfo = Path("/proc/cpuinfo").read_text()
@@ -382,7 +376,7 @@ def main() -> None:
     end_on_signals()
     try:
         record = run(options)
-    except (OSError, ChildFailed) as error:
+    except (OSError, BatchLLMError, ChildFailed) as error:
         sys.exit(f"compare: {error}")
     except KeyboardInterrupt:
         sys.exit(f"compare: interrupted; the pairs so far are in {options.output}/compare.json")

@@ -28,6 +28,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchllm.data.replaced_file import replace_file
+from batchllm.errors import BatchLLMError
 from batchllm.models.registry import resolve_model
 from batchllm.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -198,7 +200,7 @@ def make_workload(name: str, corpus: Corpus, *, seed: int = _SEED) -> list[Row]:
 
 
 def write_workload(rows: Sequence[Row], path: Path, *, name: str) -> None:
-    """Writes the rows, and what they depend on as the file's metadata, as a whole. Raises OSError."""
+    """Writes the rows, and what they depend on as the file's metadata, as a whole. Raises FolderError or OutputError."""
     table = pa.table(
         {
             "row": pa.array(range(len(rows)), pa.int32()),
@@ -208,10 +210,9 @@ def write_workload(rows: Sequence[Row], path: Path, *, name: str) -> None:
         }
     )
     about = {"workload": name, "seed": str(_SEED), "python": sys.version.split()[0], "model": MODEL}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    pq.write_table(table.replace_schema_metadata(about), new)
-    new.replace(path)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.replace_schema_metadata(about), sink)
+    replace_file(path, [sink.getvalue().to_pybytes()])
 
 
 def describe(rows: Sequence[Row]) -> dict[str, int]:
@@ -244,8 +245,8 @@ def main() -> None:
         rows = make_workload(name, corpus)
         try:
             write_workload(rows, options.folder / f"{name}.parquet", name=name)
-        except OSError as error:
-            sys.exit(f"workloads: {options.folder / name}.parquet: {error}")
+        except BatchLLMError as error:
+            sys.exit(f"workloads: {error}")
         counts[name] = describe(rows)
         print(f"{name}: {options.folder / name}.parquet, {counts[name]}", file=sys.stderr)
     print(json.dumps(counts))

@@ -70,14 +70,19 @@ class StepCosts:
         """A step of `num_sequences` sequences with `num_rows` rows, of which `num_tokens` gave a token that counts; `num_reads`: tokens whose
         keys and values it read.
         """
-        if num_rows > num_sequences and self._num_observed:
-            self._count_gain(num_sequences=num_sequences, num_tokens=num_tokens, num_reads=num_reads, seconds=seconds)
-        elif self._num_observed:
-            expected = float(self._expected(np.array([num_rows]), num_reads)[0])
-            self._paces = [*self._paces[1 - _NUM_COMPARED :], seconds / expected]
+        is_disturbed = False
+        if self._num_observed:
+            pace = seconds / float(self._expected(np.array([num_rows]), num_reads)[0])
+            is_disturbed = self._is_disturbed(pace)
+            if num_rows > num_sequences:
+                self._count_gain(
+                    num_sequences=num_sequences, num_tokens=num_tokens, num_reads=num_reads, seconds=seconds
+                )
+            else:
+                self._paces = [*self._paces[1 - _NUM_COMPARED :], pace]
         self._total_s += seconds
         self._reads_each = num_reads / num_sequences
-        if self._is_disturbed(num_rows=num_rows, num_reads=num_reads, seconds=seconds):
+        if is_disturbed:
             return
         bucket = min(int(np.searchsorted(_EDGES, num_rows)), _EDGES.size - 1)
         place = bucket, self._count[bucket] % _NUM_KEPT
@@ -108,12 +113,10 @@ class StepCosts:
         line = fixed + row * num_rows + read * num_reads
         return np.maximum.accumulate(line * np.interp(num_rows, self._known_rows, self._known_ratio))
 
-    def _is_disturbed(self, *, num_rows: int, num_reads: int, seconds: float) -> bool:
-        """Whether a step took far longer than expected and the one before it did not: twice in turn it is what steps take now."""
-        if not self._num_observed:
-            return False
-        was_far, self._was_far = self._was_far, seconds > _FAR * self._expected(np.array([num_rows]), num_reads)[0]
-        return bool(self._was_far and not was_far)
+    def _is_disturbed(self, pace: float) -> bool:
+        """Whether a step took far longer, `pace` times what is expected, and the one before it did not: twice in turn it is what steps take now."""
+        was_far, self._was_far = self._was_far, pace > _FAR
+        return self._was_far and not was_far
 
     def _count_gain(self, *, num_sequences: int, num_tokens: int, num_reads: int, seconds: float) -> None:
         """What the same tokens had cost without drafts, less what they cost. Gains are not saved up for later losses.

@@ -147,7 +147,7 @@ def roofline_text(values: Mapping[str, Any]) -> str:
         what = f"prefill and decode are limited by {limits['prefill']}"
     else:
         what = ", ".join(f"{name} by {limit}" for name, limit in limits.items()).replace(" by", " is limited by", 1)
-    # It is measured once a process, in a moment of its own and in the model's own type: a run can find it faster.
+    # It is measured in moments of its own and in the model's own type: a run can find it faster.
     limit = "can do" if values["share"] <= 1 else "did when it was measured, which was too little"
     return f"{values['share']:.0%} of what this machine {limit}; {what}"
 

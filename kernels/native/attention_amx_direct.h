@@ -67,8 +67,8 @@ inline void TileEngine::turn_wide(const float* from, float* to, int num_columns)
   for (int c = 0; c < num_columns; ++c) _mm512_storeu_si512(to + c * kScoreStride, r[c]);
 }
 
-// B operands of 32 positions' values, paired as in pack_values(), up to 64 of the head from `first` on: tiles 2 w and 2 w + 1 hold the lower and the upper four of
-// each eight of 32, which is how two rows interleave fastest.
+// B operands of 32 positions' values, paired as in pack_values(), up to 64 of the head from `first` on: tiles 2 w and 2 w + 1 hold the
+// lower and the upper four of each eight of 32, which is how two rows interleave fastest.
 template <bool kForked>
 inline void TileEngine::pack_values_direct(int start, int first, bf16* to, Ahead<bf16>& ahead) const {
   const int num_vectors = head_dim_ - first < 64 ? 1 : 2;

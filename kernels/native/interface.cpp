@@ -44,7 +44,8 @@ bool can_run(Path path) {
 #if defined(BATCHLLM_EMULATED_TILES)  // tests/kernels/emulated_tiles
   return avx512;
 #endif
-  const bool avx512_bf16 = a1 & (1u << 5), avx512_vbmi = c7 & (1u << 1), amx_tile = d7 & (1u << 24), amx_bf16 = d7 & (1u << 22), amx_int8 = d7 & (1u << 25);
+  const bool avx512_bf16 = a1 & (1u << 5), avx512_vbmi = c7 & (1u << 1);
+  const bool amx_tile = d7 & (1u << 24), amx_bf16 = d7 & (1u << 22), amx_int8 = d7 & (1u << 25);
   return avx512 && avx512_bf16 && avx512_vbmi && amx_tile && amx_bf16 && amx_int8 && (states & 0x60000) == 0x60000 && tiles_permitted();
 }
 
